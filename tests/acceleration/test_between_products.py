@@ -59,5 +59,5 @@ def test_others_are_tried_where_there_is_enough_to_save(share: float, tried: boo
     assert choice.form is plain
     if not tried:
         assert choice.refused == {
-            "compiled": "not tried, torch's operations between products take 1.8 ms of it"
+            "compiled": "not tried: torch's operations between products take only 1.8 ms"
         }

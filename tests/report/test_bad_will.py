@@ -103,7 +103,7 @@ def test_the_policy_lets_nothing_run_and_only_the_pages_own_style_apply(tmp_path
         ({"value": "3"}, "value is '3'"),
         ({"value": True}, "value is True"),
         ({"value": -1.0}, "time_us is always above 0"),
-        ({"low": 5.0, "high": 1.0}, "low is 5.0, above high, 1.0"),
+        ({"low": 5.0, "high": 1.0}, "low is 5.0, which is above high, 1.0"),
         ({"n": 2.5}, "n is 2.5"),
         ({"n": -1}, "n is -1"),
         ({"time": "yesterday"}, "time is 'yesterday'"),

@@ -19,7 +19,7 @@ from fuseline.acceleration.whole import check_whole
 from fuseline.errors import InputError
 
 INSIDE = (
-    "Only modules inside of the model are looked at: to accelerate one by itself, put it into nn.Sequential."
+    "Only modules inside a model are accelerated. Put a module into nn.Sequential to accelerate it by itself."
 )
 
 
@@ -142,8 +142,8 @@ def _check(model: nn.Module, only: Sequence[str], skip: Sequence[str]) -> None:
         raise InputError("This model has no parameters: there is nothing to accelerate.")
     if any(p.is_meta for p in model.parameters()):
         raise InputError(
-            "This model has parameters on the meta device, without values to prove anything with. Move it to "
-            "a device with to_empty() and load its weights first."
+            "This model has parameters on the meta device. They have no values, so nothing can be proved. "
+            "Move the model to a device with to_empty() and load its weights first."
         )
     check_names(model, only, "only")
     check_names(model, skip, "skip")

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuseline.timing import copy_bandwidth_gbs
 
 LAUNCH_S = 2e-6
-"""What an operation takes inside a recorded graph, however little it moves."""
+"""Seconds that an operation takes inside a recorded graph, even if it moves almost nothing."""
 COPY_BYTES = 2**28
 
-# Products of matrices (attention among them), which inductor leaves to the libraries, and what runs nothing.
+# Matrix products (with attention), which inductor leaves to libraries, and operations that launch nothing.
 _PRODUCTS = (
     "mm",
     "addmm",
@@ -59,13 +59,13 @@ class BetweenProducts(TorchDispatchMode):
         return result
 
     def seconds(self, bandwidth_gbs: float) -> float:
-        """What these operations take at that bandwidth."""
+        """Seconds that these operations take at that bandwidth."""
         return self.operations * LAUNCH_S + self.moved_bytes / bandwidth_gbs / 1e9
 
 
 def seconds_between_products(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that torch's own operations in `run` take at this device's copy bandwidth, products, attention
-    and Fuseline's kernels left out."""
+    """Seconds that torch's own operations in `run` take at this device's copy bandwidth, without matrix
+    products, attention and Fuseline's kernels."""
     with BetweenProducts() as seen:
         run()
     return seen.seconds(copy_bandwidth_gbs(device, size_bytes=COPY_BYTES))
@@ -86,6 +86,6 @@ def _tensors(values: Any) -> Iterable[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of the elements that are there: those of an expanded tensor are read once."""
+    """Bytes of the elements in memory: an expanded tensor counts once."""
     there = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return torch.Size(there).numel() * tensor.element_size()

@@ -19,7 +19,7 @@ from fuseline.errors import first_line
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
-MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and this call has a shape that none of them has"
+MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and none of them is for the shapes of this call"
 
 
 class CompiledCall(InForms):

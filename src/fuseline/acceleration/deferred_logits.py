@@ -4,7 +4,7 @@ A head's forward returns `DeferredLogits` in their place: a tensor of the logits
 knows the hidden states and the head. Taking rows, reshaping rows and casting to float32 go to the hidden
 states; `cross_entropy` of it is `fuseline.ops.linear_cross_entropy`, which never has all logits at once. Any
 other operation computes the logits first, as the head would have, and goes on with them. From then on the
-logits and all views of them are the computed ones, so that whoever writes to one is seen by all.
+logits and all views of them share the computed memory, so that a write to one of them shows in all.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ taken: list[HeadLoss] | None = None
 
 
 WRITTEN = (
-    "The hidden states or the weights of a head were written to in place after it was called and before its "
-    "logits were read: Fuseline computes logits where they are read. Read them before, write to a copy, or "
-    "leave the head out with skip=."
+    "The hidden states or the weights of a head were written to in place after the head was called and "
+    "before its logits were read. Fuseline computes logits only when they are read, so they would be wrong. "
+    "Read the logits before you write, write to a copy, or leave the head out with skip=."
 )
 
 
@@ -142,14 +142,14 @@ class _Memory:
         return self.logits
 
     def check(self) -> None:
-        """`RuntimeError` where the head would now give other logits."""
+        """Raise `RuntimeError` if the head would now give other logits."""
         if any(tensor._version != version for tensor, version in self.seen):
             raise RuntimeError(WRITTEN)
 
 
 class _Waiting(torch.autograd.Function):
-    """A tensor of the logits' shape without memory. Functions that autograd calls with it, past the
-    operations above, such as a loss with a backward of its own, give it a gradient: that is the head's."""
+    """A tensor of the logits' shape without memory. A function of autograd that takes it, such as a loss with
+    a backward of its own, gives it a gradient, and this class turns that into the head's gradients."""
 
     @staticmethod
     def forward(
@@ -188,7 +188,7 @@ class DeferredLogits(torch.Tensor):
     _head: Head
     _memory: _Memory
     _views: tuple[View, ...]
-    """What leads from the memory's logits to these."""
+    """The operations that make these logits from those of the memory."""
     _layout: torch.Tensor
     """How the logits would lie in memory: a tensor on the meta device."""
 
@@ -221,8 +221,8 @@ class DeferredLogits(torch.Tensor):
         return self._memory.logits is not None
 
     def _after(self, func: Callable[..., Any], args: tuple[Any, ...], head: Head) -> DeferredLogits:
-        """What the operation gives, whose logits are those of `head`: a view of these, or logits with memory
-        of their own."""
+        """The result of the operation, with the logits of `head`: a view of these logits, or logits with
+        memory of their own."""
         if func is torch.Tensor.to and head is self._head:
             return self  # on its device already
         layout = func(self._layout, *args)
@@ -350,7 +350,7 @@ def _product_dtype(head: Head) -> torch.dtype:
 
 
 def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
-    """What a product of `hidden` is cast to now; None without autocast."""
+    """The dtype that autocast gives a product of `hidden`; None without autocast."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)

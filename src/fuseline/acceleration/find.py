@@ -29,7 +29,7 @@ KNOWN = {
     nn.GELU: "activation",
     nn.Embedding: "embedding",
 }
-"""Kinds of torch's modules, for the reason where one of them cannot be traced."""
+"""Kinds of torch's modules, to name the site if one of them cannot be traced."""
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ class Read:
 
 
 class Flow(TorchFunctionMode):
-    """Within, sums know their summands' makers; `scores_seen` is called at each softmax of [B, H, T, S], and
-    of [B H, T, S] where a product takes its result."""
+    """While it is active, sums know which modules made their summands, and `scores_seen` is called at each
+    softmax of [B, H, T, S], and at each softmax of [B H, T, S] whose result a product takes."""
 
     def __init__(self, scores_seen: Callable[[], None]) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def _are_tensors(args: tuple[Any, ...]) -> bool:
 
 
 def _has(mark: str, tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or the one that it is a view of, was given a mark."""
+    """Whether a tensor, or the one that it is a view of, has the mark."""
     return hasattr(tensor, mark) or (tensor._base is not None and hasattr(tensor._base, mark))
 
 

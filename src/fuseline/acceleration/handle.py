@@ -47,8 +47,8 @@ class Runs:
 
 @dataclass(frozen=True)
 class Report:
-    """`sites` in the model's order; `eager`: how many training steps and compiled calls ran eagerly, by
-    reason. Printed, it has a line for each site that ran its original, and totals."""
+    """`sites` has the sites in the model's order; `eager` says how many training steps and compiled calls ran
+    eagerly, by reason. The printed report has a line for each site that ran its original, and totals."""
 
     sites: tuple[Runs, ...]
     eager: Mapping[str, int] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Acceleration:
         return self.model
 
     def report(self) -> Report:
-        """How often each kept site has run Fuseline's op, and how often and why it ran the original; how many
+        """How often each kept site has run Fuseline's op, how often and why it ran the original, and how many
         steps and compiled calls were not recorded."""
         standing: list[tuple[str, str, Layer | StandIn | AttentionMark]] = [
             *((path, kind, change.counter) for (path, kind), change in self._changes.items()),
@@ -275,8 +275,8 @@ class Acceleration:
         return forms
 
     def _prepare(self, batch: Any, loss: Loss | None) -> None:
-        """Prove and time the sites again under the current autocast, as they run inside a recording, and the
-        head with a loss that is not the model's own."""
+        """Prove and time the sites again under the current autocast, as they run inside a recording. If the
+        loss is not the model's own, prove and time the head with it, too."""
         recorded = self.device.type == "cuda"
         autocast = torch.is_autocast_enabled(self.device.type)
         if self.wanted.dry_run or not (recorded or autocast or loss is not None):

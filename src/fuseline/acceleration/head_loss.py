@@ -34,7 +34,7 @@ from fuseline.timing import ran_out_of_memory
 KIND, OP = "head_loss", "linear_cross_entropy"
 IN_STEP = "training_step computes head and loss as one; a direct call gives the logits as before"
 READ = "its logits are read or changed before the loss, or the loss is none that Fuseline's op computes"
-COMPILED = "it is compiled by torch.compile, with what comes after it"
+COMPILED = "torch.compile compiles it together with what comes after it"
 MOST_ROWS = 4096
 """Rows that a proof takes: all logits of them exist three times, once in float64."""
 
@@ -116,8 +116,8 @@ def _is_compiled_with_others(model: nn.Module, path: str) -> bool:
 
 
 def _losses(model: nn.Module, batch: Any, head: nn.Linear, loss: Loss | None) -> list[HeadLoss]:
-    """The losses that were taken of this head's logits without computing them, in one run of the batch; none
-    where the model's code does not run with such logits, as where a compiled function takes them."""
+    """The losses that one run of the batch takes of this head's logits without computing them. There are none
+    if the model's code does not run with such logits, for example because a compiled function takes them."""
     deferred_logits.taken = []
     try:
         with torch.compiler.set_stance("default"), torch.enable_grad(), deferred(head):
@@ -134,7 +134,7 @@ def _losses(model: nn.Module, batch: Any, head: nn.Linear, loss: Loss | None) ->
 
 
 def _judged(loss: HeadLoss, wanted: Wanted, clock: Clock) -> KeptRecipe:
-    """The loss proved and timed, now or in an earlier run."""
+    """The result of proving and timing the loss, now or in an earlier run."""
     given = [loss.head.hidden, loss.head.weight, loss.head.bias, loss.target, loss.weight]
     device = loss.head.hidden.device.type
     key = proof_key(
@@ -184,7 +184,7 @@ def _time(loss: HeadLoss, clock: Clock) -> Verdict | None:
 
 
 def _prove(loss: HeadLoss) -> KeptRecipe:
-    """The op's errors and torch's, or why the op does not stand for head and loss."""
+    """The op's errors and torch's, or why the op cannot replace head and loss."""
     hidden = loss.head.hidden.detach().reshape(-1, loss.head.hidden.shape[-1])[:MOST_ROWS]
     target = loss.target.reshape(-1)[:MOST_ROWS]
     weight, bias = loss.head.weight.detach(), loss.head.bias

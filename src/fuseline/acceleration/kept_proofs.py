@@ -50,7 +50,7 @@ def proof_key(*parts: object) -> str:
 
 @functools.cache
 def libraries() -> tuple[str, ...]:
-    """The folders of the native libraries, which are named after what they were built from."""
+    """The names of the folders of the native libraries, which say what the libraries were built from."""
     status = native.status()
     return tuple(one.path.parent.name for one in (status.torch, status.kernels) if one.path is not None)
 
@@ -74,7 +74,7 @@ def keep(key: str, proof: KeptProof) -> None:
 
 
 def load_json(key: str) -> dict[str, Any] | None:
-    """The object that is kept under that name; None where there is none."""
+    """The object that is kept under that name, or None."""
     try:
         read = json.loads((folder() / f"{key}.json").read_text())
     except (OSError, json.JSONDecodeError):

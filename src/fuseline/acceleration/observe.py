@@ -64,7 +64,7 @@ class Observed:
     """One for each signature that it was called with."""
     calls: int = 0
     empty: int = 0
-    """Calls with nothing, as of an expert that no row goes to: there is nothing to look at."""
+    """Calls with empty tensors, such as those of an expert that no row goes to."""
     attends: bool = False
     """Whether its own code calls torch's attention."""
     writes_attention: bool = False
@@ -111,8 +111,8 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass
 class Observation:
-    """What was seen of each module, by its id; ReLUs before dropout; the dimensions that may be
-    the classes of what cross-entropies were given; what the model returned."""
+    """What was seen of each module, by its id; ReLUs before dropout; the sizes that may be the number of
+    classes, of all inputs of cross-entropies; what the model returned."""
 
     modules: dict[int, Observed]
     relus: list[ReluSeen]
@@ -121,7 +121,7 @@ class Observation:
 
 
 def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observation:
-    """Run the batch once, and the loss if there is one, and look."""
+    """Run the batch once, and the loss if there is one, and note what each module is called with."""
     paths: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(name)
@@ -175,7 +175,7 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
             shared[signature] = Sample(*pytree.tree_map(_copied, (args, kwargs)))
         observed.samples[signature] = shared[signature]
 
-    # Hooks cannot be put on what torch.jit scripted; its code is not looked at.
+    # Modules that torch.jit scripted take no hooks; their code is not looked at.
     watched = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
     with contextlib.ExitStack() as stack:
         for module in watched:
@@ -192,8 +192,8 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
 
 @contextlib.contextmanager
 def left_as_found(model: nn.Module) -> Iterator[None]:
-    """Random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are on exit what
-    they were, and shards of FSDP2 lie apart again: a run in between leaves no trace."""
+    """On exit random numbers, buffers, modes, and weights that a forward scales down (`max_norm`) are what
+    they were, and FSDP2 has sharded its weights again: a run in between leaves no trace."""
     scaled = [
         (module.weight, module.weight.detach().clone())
         for module in model.modules()
@@ -226,8 +226,8 @@ def left_as_found(model: nn.Module) -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """After a forward FSDP2's outermost module keeps its weights whole, for the backward. An optimizer that
-    is made then would train those, and not the shards."""
+    """Shard the weights of FSDP2 again. After a forward its outermost module keeps them whole for the
+    backward, and an optimizer that is made then would train those, and not the shards."""
     if "torch.distributed.fsdp" in sys.modules:
         from torch.distributed.fsdp import FSDPModule
 
@@ -237,7 +237,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of the module go to code that `torch.compile` made."""
+    """Whether calls of the module run code that `torch.compile` made."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 

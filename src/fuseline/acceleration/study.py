@@ -56,7 +56,7 @@ STUDYING = threading.RLock()
 
 
 def uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Within, what `torch.compile` compiled runs its own code: hooks would be compiled with it."""
+    """Within, compiled modules run their original code, because `torch.compile` would compile hooks, too."""
     return torch.compiler.set_stance("force_eager")
 
 

@@ -53,7 +53,7 @@ def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
 
 
 def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]], eager: Mapping[str, int]) -> str:
-    """One line for each reason why a site ran its original, or a step or a call was not recorded, then the
+    """One line for each reason why a site ran its original or why a step or call was not recorded, then the
     totals."""
     lines = []
     for site, _, declined in runs:

@@ -129,7 +129,7 @@ def trace(module: nn.Module, sample: Sample) -> Trace:
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own, inputs = tensors[: len(held)], list(tensors[len(held) :])
         call = sample.with_tensors(inputs)
-        # stack_weights: a module with two names is changed twice, and its first change is undone last.
+        # stack_weights: a module with two names is changed twice; the first change has to be undone last.
         with _reparametrize_module(
             module, dict(zip(named, own, strict=True)), tie_weights=True, stack_weights=True
         ):

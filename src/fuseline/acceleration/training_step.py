@@ -45,7 +45,7 @@ from fuseline.timing import ran_out_of_memory
 MOST_GRAPHS = 8
 """Recordings that are kept: of batches in more shapes than that, the rest run eagerly."""
 
-MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and this batch has a shape that none of them has"
+MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and none of them is for the shapes of this batch"
 MOST_SETTINGS = 4
 """Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
 as numbers, so that a schedule of them would record every step."""
@@ -75,7 +75,7 @@ class TrainingStep(InForms):
             or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
-        every_form: try every form, also where the plain one leaves next to nothing for others to save.
+        every_form: try every form, even if the plain one leaves next to nothing that others could save.
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
@@ -110,8 +110,8 @@ class TrainingStep(InForms):
             raise InputError(f"grad_clip={grad_clip}: a norm is not negative; 0 turns clipping off.")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise InputError(
-                "LBFGS computes the loss several times in a step, and a training step once. Take another "
-                "optimizer, or call the accelerated model in a loop of your own."
+                "LBFGS computes the loss several times in a step, but a training step computes it once. Take "
+                "another optimizer, or call the accelerated model in a loop of your own."
             )
         self.precision = "fp32" if precision in _HALVES and _is_narrow(model) else precision
         self.accumulation = accumulation

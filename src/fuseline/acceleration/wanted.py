@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""From what the model returns and the batch."""
+"""A function of the model's output and the batch that returns the loss."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """As the arguments of `accelerate`; `keep_proofs`: proofs and times of earlier runs are read and kept;
-    `loss`: the loss of a training step, for a model that returns none."""
+    """The arguments of `accelerate`. With `keep_proofs` it reads the proofs and times of earlier runs and
+    keeps new ones. `loss` is the loss of a training step, for a model that returns none."""
 
     train: bool
     only: tuple[str, ...] = ()

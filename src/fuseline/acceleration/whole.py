@@ -22,12 +22,12 @@ from fuseline.timing import Ratio
 SLOWEST = 0.99
 """The least ratio of the whole step, before over after, that is let stand."""
 DROPPED = "right, and faster alone, but the whole step was not faster with it"
-NOTHING_LEFT = "No change was left: with each the whole step was slower."
+NOTHING_LEFT = "No change was kept: the whole step was slower with every set of changes that was tried."
 
 
 def check_whole(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) -> None:
     """Time the step, and remove sites, those of the least gain first, until it is not slower than before.
-    What was found is kept for the next run."""
+    Keep the result for the next run."""
     key = _key(handle, batch, clock, train=train)
     if handle.wanted.keep_proofs and _as_kept(handle, load_json(key)):
         return
@@ -69,7 +69,7 @@ def _remove(handle: Acceleration, sites: list[Site]) -> None:
 
 
 def _as_kept(handle: Acceleration, kept: dict[str, Any] | None) -> bool:
-    """Do what an earlier run found; False where it found nothing."""
+    """Apply the result that an earlier run kept; False if there is none."""
     try:
         if kept is None:
             return False
@@ -102,7 +102,7 @@ def _key(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) -> str:
 
 
 def _described(model: nn.Module) -> Iterator[object]:
-    """What the time of a model depends on: its modules with their numbers and shapes, and their code."""
+    """What the time of a model depends on: its modules with their numbers, shapes and code."""
     kinds: dict[type[nn.Module], None] = {}
     for path, module in model.named_modules():
         kinds.setdefault(type(module))

@@ -38,7 +38,7 @@ class Options(Recorded, Seeded):
     preset: str = "auto"
     """full, or small: the same architectures shrunk for a processor. auto: full on a GPU, else small."""
     drawn: int | None = None
-    """Lengths drawn from --seed besides, at which nothing was chosen, dealt out to the cases but for images;
+    """Lengths drawn from --seed besides, at which no kernel was tuned, dealt out to the cases but for images;
     their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no --cases are named."""
     precision: str = "auto"
     """Of the weights: bf16 or fp32; auto: bf16 on a GPU, else fp32."""

@@ -30,7 +30,7 @@ DEFAULT_OUT = Path("fuseline-attention")
 @dataclass(frozen=True)
 class Options(Recorded, Seeded):
     suite: tuple[str, ...] = ()
-    """Suites: small (whole layers), short, long, drawn (lengths at which nothing was chosen), decode, masks,
+    """Suites: small (whole layers), short, long, drawn (lengths at which no kernel was tuned), decode, masks,
     picker. All if none is named."""
     budget: str | None = None
     """Stop after this time (90s, 10m); --resume measures the rest."""
@@ -47,7 +47,7 @@ class Options(Recorded, Seeded):
     each), block (a transformer block around it), bar (full, on a GPU, at four sizes with batch 8). All if
     none is named."""
     drawn: int | None = None
-    """For the suite small: lengths drawn from --seed besides, at which nothing was chosen; their figures
+    """For the suite small: lengths drawn from --seed besides, at which no kernel was tuned; their figures
     stand apart. 0 for none; 5 on a GPU and 2 on a processor by default."""
     write_table: Path | None = None
     """Measure problems for the picker instead: typical ones for the table in this file, as those in

@@ -34,7 +34,7 @@ class Options(Recorded, Seeded):
     positions: tuple[int, ...] = POSITIONS
     """Places in the context around which steps are timed."""
     drawn: int | None = None
-    """Positions drawn from --seed besides, at which nothing was chosen, with the first number of rows and in
+    """Positions drawn from --seed besides, at which no kernel was tuned, with the first number of rows and in
     the first format; their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no other
     --positions are named."""
     capacity: int = 512

@@ -40,7 +40,7 @@ class Options(Recorded, Seeded):
     ops: tuple[str, ...] = ()
     """Ops to measure: softmax, layer_norm, ... All if none is named."""
     precision: tuple[str, ...] = ("bf16", "fp32")
-    """bf16, fp16, fp32, or mixed: norms as autocast calls them, bf16 beside a float32 stream."""
+    """bf16, fp16, fp32, or mixed: norms as autocast calls them, a bf16 branch beside a float32 stream."""
     lengths: tuple[int, ...] = ()
     """Row lengths. A matrix has as many rows as make 256 MiB on a GPU, 2^20 elements on a processor."""
     drawn: int | None = None
@@ -100,7 +100,7 @@ def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
 
 
 def _dtypes(options: Options) -> tuple[str, ...]:
-    """torch's names of the precisions asked for; mixed is none of torch's."""
+    """torch's names of the precisions asked for. `mixed` is our own name."""
     known = {**TORCH_NAMES, "mixed": "mixed"}
     return tuple(known[checked(name, known)] for name in split_names(options.precision))
 

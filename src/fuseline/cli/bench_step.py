@@ -39,7 +39,7 @@ class Options(Recorded, Seeded):
     seqlen: int | None = None
     """Tokens a sequence; the preset's own if not given."""
     drawn: int | None = None
-    """Sequence lengths drawn from --seed besides, at which nothing was chosen, dealt out to the presets;
+    """Sequence lengths drawn from --seed besides, at which no kernel was tuned, dealt out to the presets;
     their figures stand apart. 0 for none; 5 on a GPU and 2 on a processor, if no --seqlen is named."""
     precision: str = "auto"
     """bf16, fp32 or tf32; auto: bf16 on a GPU, else fp32."""

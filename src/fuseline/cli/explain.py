@@ -72,26 +72,27 @@ class Options:
     x_bias: bool = False
     """Of norms behind dropout_add_: the branch has a bias."""
     heads: int = 0
-    """self_attention_layer and decode_step: heads of queries. Default: 8 and 12."""
+    """self_attention_layer and decode_step: heads of queries. Default: 8 for the layer, 12 for the step."""
     kv_heads: int = 0
-    """attention, self_attention_layer, decode_step: heads of keys and values. Default: as many as of
+    """attention, self_attention_layer, decode_step: heads of keys and values. Default: as many as heads of
     queries."""
     head_dim: int = 0
-    """self_attention_layer and decode_step: elements of a head. Default: width / heads, and 64."""
+    """self_attention_layer and decode_step: elements of a head. Default: width / heads for the layer, 64 for
+    the step."""
     out_dim: int = 0
     """self_attention_layer: width of the result. Default: the width of the input."""
     shared: bool = False
     """self_attention_layer: one projection for all heads."""
     tf32: bool = False
-    """self_attention_layer in fp32: products in TF32."""
+    """self_attention_layer in fp32: compute products in TF32."""
     captured: bool = False
-    """self_attention_layer: into a CUDA graph."""
+    """self_attention_layer: the call is captured in a CUDA graph."""
     layers: int = 12
     """decode_step: layers of the model."""
     ffn_dim: int = 0
     """decode_step: width inside the MLP. Default: four times the width."""
     vocab_size: int = 50257
-    """decode_step: rows of the head."""
+    """decode_step: rows of the head's weight."""
     swiglu: bool = False
     """decode_step: the MLP is gated by SwiGLU."""
     keys: int = 0

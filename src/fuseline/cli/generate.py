@@ -136,7 +136,7 @@ def run(options: Options) -> int:
         draft=draft,
         progress=lambda now: print(f"fuseline: {now} ...", file=sys.stderr),
     )
-    # Not before the memory that so many take was found free.
+    # Only now, after the check that there is memory for so many.
     prompts = [ids for ids in prompts for _ in range(options.batch_size)]
     check_room(generator.model, prompts, new_tokens)
     if options.save is not None:

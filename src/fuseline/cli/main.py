@@ -199,7 +199,7 @@ def _overview() -> str:
 
 
 def _complain(message: str) -> None:
-    """Say it in one line. What a file says of itself, and an error quotes, does not reach a terminal as line
-    breaks or control characters."""
+    """Print the message in one line. If an error quotes names from a file, their line breaks and control
+    characters do not reach the terminal."""
     said = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
     print(f"fuseline: {said}", file=sys.stderr)

@@ -49,8 +49,8 @@ class Options(Recorded, Seeded):
     seqlen: int | None = None
     """Tokens a sequence (default: the preset's). With --decode, tokens in the cache (default: 256)."""
     precision: str = "auto"
-    """fp32, tf32, bf16, fp16, or fp8 (bf16, linear layers in fp8 where faster); auto: bf16 on a GPU that has
-    it, else fp32."""
+    """fp32, tf32, bf16, fp16, or fp8 (bf16, but linear layers in fp8 where that is faster); auto: bf16 on a
+    GPU that has it, else fp32."""
     execution: str = "eager"
     """eager, inductor, cudagraphs, reduce-overhead, graph, inductor-graph."""
     kernels: str = "fuseline"

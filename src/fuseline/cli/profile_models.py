@@ -1,5 +1,5 @@
-"""What `fuseline profile` takes of our models that are neither a GPT nor a Llama: translation models by their
-presets or a run's folder, and the models of images and of text that `fuseline bench compile` trains."""
+"""The models of `fuseline profile` that are neither a GPT nor a Llama: translation models by their presets or
+a run's folder, and the image and text models that `fuseline bench compile` trains."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 TRANSLATION = "translation-"
 OTHERS = ("vit", "resnet50", "lstm")
 NAMES = (*(f"{TRANSLATION}{name}" for name in translation_config.PRESETS), *OTHERS)
-USUAL_BATCH = 32  # sentences of a translation model whose run does not say how many it takes
+USUAL_BATCH = 32  # sentences, for a translation model whose run does not say how many it takes
 LSTM_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
 class OtherModel:
-    """`case` says what it is, under the records' names; `make` builds the model and a random batch for it,
-    the targets last."""
+    """`case` describes the model by the names that records use; `make` builds the model and a random batch
+    for it, the targets last."""
 
     case: dict[str, Scalar]
     make: Callable[[], Work]
@@ -40,7 +40,7 @@ class OtherModel:
 
 def find(asked: Asked) -> OtherModel | None:
     """The model of that name, or of that run of `fuseline train translate`; None for others. Raises
-    `InputError` for what cannot be asked of it."""
+    `InputError` for options that do not fit the model."""
     path = Path(asked.target)
     if asked.target in OTHERS:
         found = _trained_by_bench(asked)
@@ -51,7 +51,7 @@ def find(asked: Asked) -> OtherModel | None:
     else:
         return None
     if asked.task == "decode":
-        raise InputError("--decode profiles GPTs and Llamas: name a preset or a checkpoint of one.")
+        raise InputError("--decode profiles only GPTs and Llamas. Name a preset or a checkpoint of one.")
     return found
 
 
@@ -109,7 +109,7 @@ def _trained_by_bench(asked: Asked) -> OtherModel:
     case: dict[str, Scalar] = {"model": asked.target, "batch": batch}
     if isinstance(source, Images):
         if asked.seqlen is not None:
-            raise InputError(f"--seqlen {asked.seqlen}: {asked.target} sees images. Leave it out.")
+            raise InputError(f"--seqlen {asked.seqlen}: {asked.target} takes images. Leave --seqlen out.")
         size, classes = source.image_size, source.num_classes
 
         def images() -> Work:
@@ -136,6 +136,6 @@ def _ids(asked: Asked, below: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _pair(asked: Asked, below: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the ones that follow them."""
+    """Tokens, and for each the token that follows it."""
     tokens = _ids(asked, below, (shape[0], shape[1] + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

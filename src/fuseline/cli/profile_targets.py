@@ -75,8 +75,8 @@ class Asked:
 @dataclass(frozen=True)
 class Ready:
     """`step` to profile; `unrecorded` the same launched kernel by kernel, where `step` replays a graph;
-    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it; `decided`
-    says after the first step which linear layers compute in fp8, where that was asked for."""
+    `eager` whether modules run in that which launches kernels; `precision` for what is fp32 in it; after
+    the first step `decided` says which linear layers compute in fp8, if that was asked for."""
 
     step: Callable[[], object]
     case: dict[str, Scalar]

@@ -1,8 +1,8 @@
 """Train a GPT on text, from nothing or from weights you have.
 
 Options left out are the preset's. A run can be stopped at any time and resumed (--out FOLDER
---resume): it continues as if it had never stopped, to the bit with --deterministic True, which is the
-default on a CPU.
+--resume): it continues as if it had never stopped. With --deterministic True (the default
+on a CPU) it gives the same bits.
 On several GPUs: torchrun --nproc-per-node N -m fuseline train gpt ...
 """
 

@@ -18,7 +18,7 @@ from fuseline.training.reporter import Pace, Plan, TrainResult
 _SECONDS_BETWEEN_LINES = 5.0
 _REPEATABLE = {
     True: "repeatable to the bit",
-    False: "not repeatable to the bit (--deterministic True would be)",
+    False: "not repeatable to the bit (--deterministic True makes it so)",
 }
 
 
@@ -79,7 +79,7 @@ class TrainProgress:
         if result.outcome == "patience":
             self._console.print(
                 f"Stopped at step {result.step}: no validation since step {result.best_step} was better. If "
-                "the loss of training still fell, the model overfits its text from there on. "
+                "the training loss still fell, the model overfits its text from that step on. "
                 f"best.pt has the weights of step {result.best_step}.",
                 highlight=False,
                 soft_wrap=True,

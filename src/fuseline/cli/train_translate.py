@@ -2,8 +2,8 @@
 
 The embedded default (German to English, sentences of a grammar of our own) is learned in minutes on two
 cores. Options left out are the preset's. A run can be stopped at any time and resumed (--out FOLDER
---resume): it continues as if it had never stopped, to the bit with --deterministic True, which is the
-default on a CPU. `fuseline translate` uses what was trained.
+--resume): it continues as if it had never stopped. With --deterministic True (the default
+on a CPU) it gives the same bits. `fuseline translate` uses what was trained.
 """
 
 from __future__ import annotations

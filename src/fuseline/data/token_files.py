@@ -33,7 +33,7 @@ Progress = Callable[[int, "int | None"], None]
 """Called with the bytes of text tokenized so far and the total (None if unknown)."""
 
 _Batch = list[tuple[bool, str]]
-"""Pieces of documents, each with whether it begins a document."""
+"""Pieces of documents, each with a flag that says whether it begins its document."""
 
 _FORMAT = "fuseline tokens 1"
 # Characters that the tokenizer gets at a time; it spreads them over the cores.
@@ -147,8 +147,8 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Prog
 
 
 def _encoded(tokenizer: Tokenizer, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, list[list[int]]]]:
-    """Each batch with its tokens, in order. Two are encoded at a time while others are read and written: the
-    last long document of one would leave most cores without work."""
+    """Each batch with its tokens, in order. Two batches are encoded at a time while others are read and
+    written, because the last long document of a single batch would leave most cores without work."""
     with ThreadPoolExecutor(2) as pool:
         ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
@@ -161,7 +161,7 @@ def _encoded(tokenizer: Tokenizer, batches: Iterable[_Batch]) -> Iterator[tuple[
 
 
 def _batches(documents: Iterable[str]) -> Iterator[_Batch]:
-    """The documents in batches of their pieces."""
+    """Batches of the documents' pieces."""
     batch: _Batch = []
     characters = 0
     for document in documents:

@@ -25,13 +25,13 @@ TRAINING_CHARACTERS = 50_000_000
 
 _DEFAULT_BPE_VOCAB = 1000
 _SMALLEST_BPE_VOCAB = 257  # every byte and the end of a text
-# Room for as many is taken before the first merge is learned.
+# The tokenizer's library allocates memory for all ids before it learns the first merge.
 LARGEST_BPE_VOCAB = 2**20
 _FORMAT = "fuseline tokenizer 1"
 
 
 def check_largest(vocab_size: int) -> None:
-    """Raise `InputError` for a vocabulary that is larger than any in use."""
+    """Raise `InputError` for a vocabulary that is larger than any model uses."""
     if vocab_size > LARGEST_BPE_VOCAB:
         raise InputError(f"vocab_size is {vocab_size}; BPE learns {LARGEST_BPE_VOCAB} ids at most.")
 

@@ -31,7 +31,7 @@ def included_headers(source: Path, folders: Sequence[Path]) -> tuple[Path, ...]:
 
 @functools.lru_cache(maxsize=4096)  # most headers are included by dozens of sources
 def _directly(file: Path, folders: tuple[Path, ...], changed_ns: int, size: int) -> tuple[Path, ...]:
-    """The headers that a file in this state includes itself."""
+    """The headers that the file itself includes. Time and size are in the key, for files that change."""
     found = []
     for name in _INCLUDE.findall(file.read_text(errors="replace")):
         places = (folder / name for folder in (file.parent, *folders))

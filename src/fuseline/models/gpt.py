@@ -1,4 +1,4 @@
-"""GPT-2: read it and its blocks (`gpt_block.py`) from top to bottom and you know the model.
+"""GPT-2. Read this file and its blocks (`gpt_block.py`) from top to bottom, and you know the model.
 
 A GPT guesses the next token from those before it. Each token becomes a vector of C numbers, to which a vector
 for its position is added. L blocks then each do two things, and add what they find to the running vectors

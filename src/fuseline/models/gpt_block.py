@@ -1,8 +1,8 @@
 """GPT-2's blocks (`gpt.py`), and what a branch leaves to the next norm.
 
-A block is two branches, attention and MLP; each reads a normed copy of the stream and finds something to add
-to it. With the config's fused norm one pass adds what a branch found, with its last bias and its dropout, and
-norms the sum for the branch behind it.
+A block is two branches, attention and MLP. Each reads a normalized copy of the stream and computes something
+to add to it. With the config's fused norm one pass adds the result of a branch, with its last bias and its
+dropout, and normalizes the sum for the next branch.
 
 Shapes: B batch, T time, C channels (embed_dim).
 """

@@ -171,7 +171,7 @@ def header_flags(cxx: Compiler) -> tuple[str, ...]:
 
 
 def torch_include_paths() -> list[str]:
-    """As in `torch.utils.cpp_extension`, whose import takes a third of a second."""
+    """The same as in `torch.utils.cpp_extension`, which takes a third of a second to import."""
     include = _torch_folder() / "include"
     return [str(include), str(include / "torch" / "csrc" / "api" / "include")]
 

@@ -207,8 +207,8 @@ def layer_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
     """The forward moves x, residual, y, sum, weight, bias and x's bias.
 
     The backward moves the gradients of y and sum, sum, the gradient of residual, weight, the gradients of all
-    vectors, and for each row a mean and a standard deviation. With dropout, and where residual is wider than
-    x, the gradient of x is one more tensor.
+    vectors, and for each row a mean and a standard deviation. With dropout, or if residual is wider than x,
+    the gradient of x is one more tensor.
     """
     means = 0 if direction == "fw" else math.prod(case.shape[:-1])
     bias = case.shape[-1] * _itemsizes(case, itemsize)[0]
@@ -226,7 +226,7 @@ def rms_norm_bytes(case: Case, itemsize: int, direction: str) -> int:
 
 
 def _itemsizes(case: Case, itemsize: int) -> tuple[int, int]:
-    """Of weight and bias, and of residual."""
+    """Bytes of an element of weight and bias, and of an element of residual."""
     affine = case.options.get("affine_dtype")
     stream = max(itemsize, 4) if case.options.get("wide_residual") else itemsize
     return itemsize if affine is None else affine.itemsize, stream
@@ -239,7 +239,7 @@ def flops(case: Case, direction: str) -> int:
 
 
 AUTOCAST = {"wide_residual": True, "affine_dtype": torch.float32}
-"""The stream and the weights of a model under autocast are in float32, its branches in 16 bits."""
+"""Under autocast a model has its stream and its weights in float32 and its branches in 16 bits."""
 
 
 def _sweep(rows: int, n: int) -> Case:

@@ -144,7 +144,8 @@ def _bytes_moved(case: Case, itemsize: int, direction: str) -> int:
 
 
 def row_bytes(case: Case, itemsize: int, direction: str) -> tuple[int, int]:
-    """Bytes for each element of x, with y and their gradients, and those of an element of weight or bias."""
+    """Bytes moved for each element of x (those of y and of gradients included), and those of an element of
+    weight or bias."""
     wide = max(itemsize, 4) if case.options.get("narrowed") else itemsize
     affine = case.options.get("affine_dtype")
     row = wide + itemsize + (0 if direction == "fw" else wide)
@@ -152,7 +153,7 @@ def row_bytes(case: Case, itemsize: int, direction: str) -> tuple[int, int]:
 
 
 AUTOCAST = {"narrowed": True, "affine_dtype": torch.float32}
-"""The first norm of a model under autocast reads the float32 stream and leaves in 16 bits."""
+"""Under autocast the first norm of a model reads the float32 stream and returns 16 bits."""
 
 
 def _flops(case: Case, direction: str) -> int:

@@ -43,8 +43,8 @@ class Op:
     direction)` counts each input read once and each output written once, for direction "fw" or "bw";
     `flops(case, direction)` counts arithmetic. `sweep(rows, n)` is the case that the benchmark measures for
     `rows` rows of length n, and `lengths` are the row lengths to measure where the general ones make no
-    sense. `mixed`: options of that case in mixed precision, as models under autocast call the op; None where
-    an op knows no such thing. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on
+    sense. `mixed`: options of that case in mixed precision, as models under autocast call the op; None if the
+    op has no such case. `by_blas`: the op calls torch's matrix products, whose bits on a CPU depend on
     the number of threads.
     `casts`: under autocast the op casts its inputs, as torch's linear does; other ops keep their input's
     dtype.
@@ -72,7 +72,7 @@ def outputs(returned: Outputs) -> tuple[torch.Tensor, ...]:
 
 
 _REGISTRY: dict[str, Op] = {}
-# Ops without a record, for which errors point here too: what their reference is.
+# The references of ops without a record, which the error for these names gives.
 _UNREGISTERED = {
     "attention": 'fuseline.ops.attention(..., backend="math")',
     "self_attention_layer": "the function `reference` of the module fuseline.ops.self_attention_layer",

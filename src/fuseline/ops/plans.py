@@ -4,9 +4,9 @@
 
 For each op here one function in csrc/kernels/plans decides from the shape, dtype, addresses and device. The
 launcher launches what that function says. `explain` asks the same function, which is also compiled into
-`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. Of attention these are our own kernels;
-`fuseline.picker.explain` says whether another library's are taken instead. Of a self-attention layer they
-are those of `implementation="fused"`.
+`libfuseline_torch.so`, so it needs no GPU and can answer for any GPU. For attention it answers for our own
+kernels; `fuseline.picker.explain` says whether another library's are taken instead. For a self-attention
+layer it answers for the kernels of `implementation="fused"`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def explain(
 
     Args:
         op: "softmax", "cross_entropy", "gelu", "swiglu", "geglu", "embedding", "quant_linear", or a norm:
-            "layer_norm", "rms_norm", or one of these behind "add_" or "dropout_add_"; "attention",
+            "layer_norm", "rms_norm", or one of these after "add_" or "dropout_add_"; "attention",
             "decode_attention", "self_attention_layer", "decode_step" or "argmax_step".
         shape: of the input, [..., N]; of embedding, of the output; of attention, of q: [B, H, T, D], and of
             decode_attention, [B, H, D]; of self_attention_layer, of x: [B, S, E]; of decode_step, of the
@@ -166,7 +166,7 @@ def explain(
             gradient is computed), `dropout`, and `sequences` (the B sequences are packed into one row);
             of decode_attention: `kv_heads`, `keys` (positions) and `cache` ("same", "int8" or "fp8"); of
             self_attention_layer: `heads`, `kv_heads`, `head_dim` (by default E / heads), `out_dim`,
-            `shared` (one projection for all heads), `tf32` and `captured` (into a CUDA graph); of
+            `shared` (one projection for all heads), `tf32` and `captured` (in a CUDA graph); of
             decode_step: `layers`, `heads`, `kv_heads`, `head_dim`, `ffn_dim`, `vocab_size` and `swiglu`.
 
     Raises InputError for an op without plans, for an option that it does not have, for a shape without
@@ -412,7 +412,7 @@ def _self_attention_layer(
     captured: bool = False,
 ) -> tuple[Plan, ...]:
     if len(x.shape) != 3:
-        raise InputError(f"shape is {list(x.shape)}; self_attention_layer's is that of x, [B, S, E].")
+        raise InputError(f"shape is {list(x.shape)}; self_attention_layer takes the shape of x, [B, S, E].")
     if heads < 1 or heads % (kv_heads or heads):
         raise InputError(f"kv_heads is {kv_heads}, which does not divide {heads} heads.")
     B, S, E = x.shape
@@ -486,7 +486,7 @@ def _plan(work: str, ask: Callable[[int], _Planned], refused: int = 0) -> Plan:
 
 
 def _launches(work: str, kernels: Sequence[str], reason: str, numbers: Sequence[int]) -> tuple[Plan, ...]:
-    """Launches that follow one another; the first names the reason and the workspace of all."""
+    """Plans of launches that run one after the other; the first has the reason and the workspace of all."""
     if not kernels:
         return (Plan(work, "", reason),)
     workspace, *rest = numbers

@@ -69,7 +69,7 @@ class Update:
             self.scaler.step(self.optimizer)
 
     def _named(self, part: str) -> contextlib.AbstractContextManager[object]:
-        """A profiler counts what runs within among the optimizer's work."""
+        """Within, a profiler counts what runs as the optimizer's work."""
         return torch.autograd.profiler.record_function(
             f"Optimizer.step#{type(self.optimizer).__name__}.{part}"
         )

@@ -51,7 +51,7 @@ def _linear(shapes: Shapes, values: Mapping[str, Any]) -> float:
 
 
 def _convolution(shapes: Shapes, values: Mapping[str, Any]) -> float:
-    """Each place of the output is a product of the weight [out, in / groups, ...] with what it covers."""
+    """Each place of the output is a product of the weight [out, in / groups, ...] and the input under it."""
     x, weight = _first(shapes, "input", "self"), _first(shapes, "weight")
     stride = values.get("stride") or [1] * (len(x) - 2)
     padding = values.get("padding") or [0] * (len(x) - 2)
@@ -64,7 +64,7 @@ def _convolution(shapes: Shapes, values: Mapping[str, Any]) -> float:
 
 
 def _convolution_backward(shapes: Shapes, values: Mapping[str, Any]) -> float:
-    """As many for each gradient wanted, of the input and of the weight, as the forward takes."""
+    """The FLOPs of the forward, once for each gradient (of input and weight) that is wanted."""
     grad, weight = _first(shapes, "grad_output"), _first(shapes, "weight")
     wanted = values.get("output_mask") or [True] * 3
     each = 2.0 * math.prod(grad) / grad[1] * math.prod(weight)

@@ -23,11 +23,11 @@ _GIB = 2**30
 
 def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtype, train: bool) -> Work:
     """The folder's model with its head, its weights in `dtype`, and a random batch: times do not depend on
-    the words. It is [batch_size, seqlen] token numbers, which in training are also the labels of a language
-    model, or `batch_size` images. A classifier's labels are random classes.
+    the words. The batch is [batch_size, seqlen] token ids, which in training are also the labels of a
+    language model, or `batch_size` images. A classifier's labels are random classes.
 
-    Raises `InputError` for a folder that transformers cannot read, for a model of other inputs (sounds, say)
-    or larger than this machine's memory, and without transformers.
+    Raises `InputError` if transformers is not installed or cannot read the folder, and if the model takes
+    other inputs (sounds, for example) or is larger than this machine's memory.
     """
     for name, value in (("batch-size", batch_size), ("seqlen", seqlen)):
         if value < 1:
@@ -57,8 +57,8 @@ def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtyp
     wanted = getattr(model, "main_input_name", "input_ids")
     if wanted not in ("input_ids", "pixel_values"):
         raise InputError(
-            f"The model in {folder} is called with {wanted}, and this command makes batches of tokens and of "
-            "images only. Write a function that returns (model, batch), and give it as MODULE:FUNCTION."
+            f"The model in {folder} takes {wanted}, but this command makes batches of tokens and of images "
+            "only. Write a function that returns (model, batch), and give it as MODULE:FUNCTION."
         )
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -78,7 +78,7 @@ def load_folder(folder: Path, *, batch_size: int, seqlen: int, dtype: torch.dtyp
 
 
 _HEADS = ("MaskedLM", "ConditionalGeneration", "MTModel", "Classification", "CTC")
-"""Of models that are built as their folder names them; any other is a causal language model."""
+"""Models with one of these in their name are built as the folder says, others as causal language models."""
 
 
 def _kind(config: Any) -> Any:
@@ -97,7 +97,7 @@ def _labels(
     if "Classification" not in name:
         return {"labels": inputs} if not inputs.is_floating_point() else {}
     shape = inputs.shape if "Token" in name else inputs.shape[:1]
-    if config.num_labels == 1:  # transformers then takes the distance to a number
+    if config.num_labels == 1:  # transformers then computes a regression loss
         return {"labels": torch.rand(shape, generator=generator)}
     return {"labels": torch.randint(config.num_labels, shape, generator=generator)}
 

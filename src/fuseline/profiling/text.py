@@ -10,7 +10,7 @@ from fuseline.profiling.profile import WAITING, Profile, Row
 
 MOST = 20
 NAME = 64
-PLACES = 3  # that a sentence names
+PLACES = 3  # as many as a sentence names
 MIB = 2**20
 
 
@@ -56,7 +56,7 @@ def next_thing(profile: Profile) -> str:
 
 
 def few(places: str) -> str:
-    """The first of these places, and how many others there are."""
+    """The first few of these places, and how many more there are."""
     named = places.split(", ")
     left = len(named) - PLACES
     return ", ".join(named[:PLACES]) + (f" and {left} more" if left > 0 else "")

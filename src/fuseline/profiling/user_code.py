@@ -67,7 +67,7 @@ class Work:
 
 
 def _called(loss_fn: LossFn, module: nn.Module, batch: Any) -> Any:
-    """What it returns. Where it takes the model for the model's output, the error says what it is given."""
+    """What `loss_fn` returns. If it takes the model for its output, the error says how it is called."""
     try:
         return loss_fn(module, batch)
     except (TypeError, AttributeError) as error:

@@ -223,7 +223,7 @@ def checked_line(text: str | bytes, place: str) -> dict[str, Any]:
         if metric in _ABOVE_ZERO and line[name] is not None and line[name] <= 0:
             raise InputError(f"{place}: {name} is {shown(line[name])}, and {metric} is always above 0.")
     if line["low"] is not None and line["high"] is not None and line["low"] > line["high"]:
-        raise InputError(f"{place}: low is {shown(line['low'])}, above high, {shown(line['high'])}.")
+        raise InputError(f"{place}: low is {shown(line['low'])}, which is above high, {shown(line['high'])}.")
     _check_needed(line["suite"], case, place)
     return line
 

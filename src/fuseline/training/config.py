@@ -41,13 +41,13 @@ class TrainConfig:
     attention: str = described("pick", "attention backend; pick: the fastest known")
     norm: str = described(
         "auto",
-        "who computes norms, MLPs and the sums around them: torch or fuseline; auto: fuseline on a GPU in 16 "
-        "bits where nothing is compiled by torch.compile, else torch",
+        "whose kernels compute norms, MLPs and the sums around them: torch or fuseline; auto: fuseline on a "
+        "GPU in 16 bits if torch.compile compiles nothing, else torch",
     )
     loss: str = described(
         "auto",
         "the cross-entropy in training: float32 (torch's), logits (torch's, in their dtype), fuseline, or "
-        "fuseline-linear (without all logits in memory); auto: fuseline-linear with norms by fuseline, else "
+        "fuseline-linear (without all logits in memory); auto: fuseline-linear if norm is fuseline, else "
         "float32",
     )
     activation: str = described("gelu", "gelu, or gelu_tanh as OpenAI's GPT-2 has it")
@@ -84,7 +84,7 @@ class TrainConfig:
         "auto: the fastest that this machine can do",
     )
     deterministic: Optional[bool] = described(
-        None, "repeatable to the bit, also over a resume (default: on a CPU, where it costs nothing)"
+        None, "the same bits in each run, resumed or not (default: True on a CPU, where it costs nothing)"
     )
     seed: int = described(1337, "seed of weights, batches, dropout and samples")
 
@@ -117,13 +117,13 @@ class TrainConfig:
             )
         if self.patience is not None and not self.eval_interval:
             raise InputError(
-                f"patience {self.patience} counts validations, and with eval_interval 0 there is none before "
-                "the last step. Give an interval, or leave patience out."
+                f"patience {self.patience} counts validations, but with eval_interval 0 there is none before "
+                "the last step. Give an eval_interval, or leave patience out."
             )
         self.model_config(self.vocab_size or 1)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
-        """The model's part, for a vocabulary of that size. An `auto` that is not decided yet stands for
+        """The model's part, for a vocabulary of that size. Where `auto` is not decided yet, it stands for
         torch's kernels."""
         return GPTConfig(
             block_size=self.block_size,

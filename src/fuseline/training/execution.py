@@ -67,9 +67,9 @@ def _why_cuda(name: str) -> str:
 
 
 def fastest_execution(device: torch.device, processes: int, *, fused: bool = False) -> str:
-    """What `auto` stands for: eager on a CPU; on a GPU the eager step as one graph where its kernels are
-    `fused` already, else the compiled step as one graph, or what of that can be had (one process trains;
-    Triton finds the C compiler and the Python headers that it needs)."""
+    """What `auto` stands for: eager on a CPU. On a GPU it is the eager step as one graph if its kernels are
+    `fused` already, else the compiled step as one graph. Several processes train without the graph, and
+    nothing is compiled where Triton does not find the C compiler and Python headers that it needs."""
     if device.type != "cuda":
         return "eager"
     if processes > 1:

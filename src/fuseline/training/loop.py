@@ -182,7 +182,7 @@ class Loop:
         return any(signalled for signalled, _, _ in wishes), wishes[0][1], wishes[0][2]
 
     def _is_patience_up(self) -> bool:
-        """Whether no validation was the best for as long as the configuration has patience."""
+        """Whether the last `patience` validations found nothing better."""
         config, run = self.config, self.run
         if config.patience is None or not self._is_multiple(config.eval_interval):
             return False

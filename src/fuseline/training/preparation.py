@@ -82,10 +82,10 @@ def prepared(
 
 def resolved(config: TrainConfig, group: Group, *, compiles: bool = True) -> TrainConfig:
     """`config` with every `auto` decided for the machine in hand. On a GPU this compiles the kernels if they
-    are not there yet, unless `compiles` is False: then it is taken for granted that they will be.
+    are not there yet. If `compiles` is False, it compiles nothing and assumes that the kernels will be there.
 
-    In 16 bits the fastest step of one process is our kernels recorded as one graph. Where torch.compile is
-    asked for, or several processes train, all kernels are torch's, which it fuses.
+    In 16 bits the fastest step of one process is our kernels recorded as one graph. If torch.compile is asked
+    for, or several processes train, all kernels are torch's, which torch.compile fuses.
     """
     device = group.device
     on_gpu = device.type == "cuda"

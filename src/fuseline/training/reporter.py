@@ -10,8 +10,8 @@ from typing import Optional, Protocol
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is about to do. `kernels` says whose kernels compute the step, in words; `deterministic`
-    whether it is repeatable to the bit; `memory_bytes` is an estimate; `start` the step it begins at."""
+    """What a run is about to do. `kernels` says in words whose kernels compute the step; `deterministic` says
+    whether the run is repeatable to the bit; `memory_bytes` is an estimate; `start` is the first step."""
 
     folder: Path
     device: str
@@ -50,8 +50,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `outcome` is finished, time (the minutes were up), patience (so many validations found
-    no better weights) or interrupted."""
+    """How a run ended. `outcome` is finished, time (the minutes were up), patience (that many validations
+    found no better weights) or interrupted."""
 
     outcome: str
     folder: Path

@@ -81,7 +81,7 @@ class TranslateConfig:
         "(a compiler would compile every length anew)",
     )
     deterministic: Optional[bool] = described(
-        None, "repeatable to the bit, also over a resume (default: on a CPU, where it costs nothing)"
+        None, "the same bits in each run, resumed or not (default: True on a CPU, where it costs nothing)"
     )
     seed: int = described(1337, "seed of weights, batches and dropout")
 

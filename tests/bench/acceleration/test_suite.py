@@ -312,7 +312,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     listed, at_random = told.split("Models unchanged and accelerated, lengths drawn at random")
     assert "2 x 16" in listed
     assert "2 x 16" not in at_random
-    assert "Sizes drawn at random, at which nothing was chosen" in (tmp_path / "index.html").read_text()
+    assert "Sizes drawn at random, at which no kernel was tuned" in (tmp_path / "index.html").read_text()
     assert "fuseline: eager: the model is on cpu, which has no CUDA graphs" in told
     assert (tmp_path / "index.html").exists()
     assert command([*arguments, "--cases", "nothing"]) == 2

@@ -195,7 +195,7 @@ def test_records_say_what_was_run(tmp_path: Path) -> None:
     at_random = {(r.peer, r.case["batch"], r.case["format"]) for r in rates if r.case.get("drawn")}
     assert at_random == {("fuseline", 1, "fp32"), ("eager", 1, "fp32")}
     page = report.build(records, tmp_path).read_text()
-    assert "Positions drawn at random, at which nothing was chosen" in page
+    assert "Positions drawn at random, at which no kernel was tuned" in page
     assert "Decoding: llama-tiny" in page
     assert "tokens/s with 1 row in" in page
 

@@ -200,8 +200,8 @@ def test_nothing_to_see_or_to_do() -> None:
     [
         ({"causal": "left"}, "no causal alignment named 'left'"),
         ({"window": (-2, 0)}, "an end below -1"),
-        ({"window": (math.nan, 0)}, r"window=\(nan, 0\) is not a number of keys"),
-        ({"window": (1, 2, 3)}, "nor two"),
+        ({"window": (math.nan, 0)}, r"window=\(nan, 0\) is neither a number of keys"),
+        ({"window": (1, 2, 3)}, "nor a pair"),
         ({"mask": torch.ones(3, 6)}, r"broadcast to \[B, H, T, S\] = \[2, 2, 5, 6\]"),
         ({"mask": torch.ones(5, 6, dtype=torch.int32)}, "mask is int32"),
         ({"dropout_p": 1.5}, "not between 0 and 1"),

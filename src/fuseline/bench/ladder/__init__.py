@@ -6,7 +6,7 @@ selection.py    what `--rungs` asks for       settings.py      what a ladder is 
 machine.py      what the machine can do       budget.py        time, and how it is shared
 effort.py       steps and runs that fit it
 climb.py        the ways up                   result.py        what a rung came to; records
-closing.py      its rungs made to agree with its ends in turn
+closing.py      scales rungs to agree with its ends
 contender.py    one spec brought to life      pairing.py       A B B A
 learner.py      the training that goes on     text.py          the real text it trains on
 measure.py      how a rung is measured        figures.py       from runs to figures

@@ -1,4 +1,4 @@
-"""What timing the ends of a climb in turn says of the rungs between them."""
+"""Scales the rungs of a climb after its two ends were timed in turn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
 
 def between(results: Sequence[RungResult], confirmed: RungResult) -> list[RungResult]:
-    """Those of `results` between the first rung and `confirmed`, with speedups that agree with its own, which
-    is of runs in turn with the first.
+    """The rungs between the first one and `confirmed`, scaled to agree with the speedup of `confirmed`, which
+    was timed in turn with the first rung.
 
-    The product of the ratios on the way is not that ratio: each of them has an error. The difference is
-    shared out among them by their variances (least squares, as surveyors close a traverse), so that no rung
-    stands above one that was faster in turn with it. What was dropped goes with what it was compared with.
+    The product of the ratios on the way differs from that speedup, because each of them has an error. This
+    divides the difference among them by their variances (least squares, as surveyors close a traverse), so
+    that no rung stands above one that was faster in turn with it. A dropped rung is scaled like the rung that
+    it was compared with.
     """
     climb = [r for r in results if r.mode == confirmed.mode and r.slot != TORCH_ALONE]
     before = next(r for r in climb if r.order == confirmed.order).measurement.figures["speedup"]
@@ -40,5 +41,5 @@ def between(results: Sequence[RungResult], confirmed: RungResult) -> list[RungRe
 
 
 def _variance(ratio: Figure) -> float:
-    """Of its logarithm, but for a factor that is the same for all."""
+    """Variance of the ratio's logarithm, up to a factor that is the same for all ratios."""
     return math.log(ratio.spread) ** 2 if math.isfinite(ratio.spread) else 0.0

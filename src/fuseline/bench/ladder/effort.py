@@ -13,7 +13,7 @@ from fuseline.bench.ladder.contender import LEAD_IN
 # have been for nothing.
 GRACE_SECONDS = 5.0
 MOST_RUNS = 2  # times as many as asked for
-LEAST_RUNS = 3  # where steps turn out to take so long that more would go beyond the limit
+LEAST_RUNS = 3  # even if steps take so long that they go beyond the limit
 
 
 class OutOfTimeError(Exception):
@@ -29,8 +29,8 @@ class Effort:
 
 
 class Pace:
-    """Steps for one run after another, such that all of them end in `seconds`, and those after the third do
-    not begin beyond `limit`.
+    """Steps for one run after another, such that all runs end within `seconds`, and no run after the third
+    begins later than `limit`.
 
     `pair_seconds` is what a probe says one step of all that is being timed takes. A machine that has other
     things to do proves it wrong: what the runs themselves take is what counts from then on.

@@ -10,8 +10,8 @@ from fuseline.bench.ladder.torch_alone import TORCH_ALONE
 
 # On a GPU: the rungs whose paired ratio is 1.1 or more in one of the committed ladders of an H100 (gpt2,
 # shakespeare), the largest first. No ladder of a CPU is on record: those are what is expected to pay there. A
-# compiled step takes most of a minute on a CPU before its first timed step, so all else is tried before it,
-# if there is time for both.
+# compiled step takes most of a minute on a CPU before its first timed step, so the other rungs are tried
+# before it if there is time for both.
 LARGEST_GAINS: dict[str, tuple[str, ...]] = {
     "cpu": ("bf16", "fused-adamw", "inductor", "flash"),
     "cuda": (
@@ -19,16 +19,16 @@ LARGEST_GAINS: dict[str, tuple[str, ...]] = {
         *("bf16", "fused-loss", "efficient", "inductor", "16-bit-loss"),
     ),
 }
-# Of a model of the user's own on a GPU: over the fastest of torch's modes the recorded step gains 1.1 to 1.7
-# in `bench acceleration` of an H200, so its time is set aside before a compiler's.
+# For a user's own model on a GPU. In `bench acceleration` on an H200 the recorded step gains 1.1 to 1.7 over
+# the fastest of torch's modes, so its time is set aside before a compiler's.
 LARGEST_GAINS_OF_A_MODEL = ("recorded-step", "accelerate")
 _WRAPPERS = ("execution", TORCH_ALONE)
 
 
 def is_kept_for(later: Rung, rung: Rung, device: str) -> bool:
-    """Whether time is kept for `later` rather than spent on `rung`: for what gains more. On a GPU that is all
-    of the largest gains, and before all others what wraps them, a compiled step and before that a recorded
-    one. The rows of a named set are all as important, and so is what others are compared with."""
+    """Whether time is kept for `later`, which gains more, rather than spent on `rung`. On a GPU time is kept
+    first for a recorded step, then for a compiled one, then for the other largest gains. The rows of a named
+    set are equally important, and so is the baseline that others are compared with."""
     if is_set_aside_first(later):
         return rung.slot not in ("baseline", COMBINATION)
     if rung.slot in ("baseline", COMBINATION, *_WRAPPERS) or not _gains_much(later, device):
@@ -39,7 +39,7 @@ def is_kept_for(later: Rung, rung: Rung, device: str) -> bool:
 
 
 def _place(rung: Rung) -> int:
-    """Among the largest gains on a CPU, where torch alone is what a compiler gains."""
+    """Its place among the largest gains on a CPU. Torch alone counts as a compiler there."""
     known = LARGEST_GAINS["cpu"]
     name = "inductor" if rung.slot == TORCH_ALONE else rung.name
     return known.index(name) if name in known else len(known)
@@ -52,7 +52,7 @@ def _gains_much(rung: Rung, device: str) -> bool:
 
 
 def is_set_aside_first(later: Rung) -> bool:
-    """Whether its time is set aside before that of all others that are still to come."""
+    """Whether time is set aside for it before all other rungs that are still to come."""
     return later.name == LARGEST_GAINS_OF_A_MODEL[0]
 
 

@@ -24,7 +24,7 @@ class Runs:
 
     @property
     def pair_ms(self) -> float:
-        """What a step of each takes, one after the other."""
+        """Milliseconds of one new and one old step, one after the other."""
         return median(self.new) + (median(self.old) if self.old else 0.0)
 
     def add(self, more: Runs) -> None:

@@ -75,10 +75,10 @@ RATES = ("tokens_per_s", *CONVENTIONS)
 
 
 def in_turn(figures: Mapping[str, Figure], first_ms: float) -> dict[str, Figure]:
-    """A rung's figures with its time, and the rates that follow from it, as runs in turn have them: the first
-    rung's time over the speedup. Its own milliseconds were taken minutes after those of the first one, when
-    the machine may have been faster or slower, and would contradict the ratios. Without a speedup they
-    stand."""
+    """A rung's figures with the time that runs in turn give it, and the rates that follow from that time: the
+    first rung's time divided by the speedup. Its own milliseconds were taken minutes after those of the first
+    rung, when the machine may have been faster or slower, and would contradict the ratios. Without a speedup
+    they stay."""
     time, speedup = figures.get("iteration_ms"), figures.get("speedup")
     if time is None or speedup is None or not speedup.value:
         return dict(figures)
@@ -150,7 +150,7 @@ class RungResult:
         return None if figure is None else figure.value
 
     def beside(self, first: RungResult) -> RungResult:
-        """With its time and rates as `in_turn` has them, for all that shows rungs beside each other."""
+        """This result with the time and rates of `in_turn`, to show rungs beside each other."""
         theirs = first.iteration_ms
         if theirs is None or self is first:
             return self

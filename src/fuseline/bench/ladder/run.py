@@ -83,8 +83,8 @@ def _fresh(base: RunSpec, device: torch.device) -> TrainingState:
 
 
 def kept_seconds(settings: Settings, base: RunSpec, machine: Machine) -> float:
-    """Seconds for what comes after the climb. Trials of batches are kept for as far as rungs are eager: a
-    trial of a compiled one takes as long as several rungs, and gets what is left."""
+    """Seconds for what comes after the climb. They count the trials of batch sizes of eager rungs only: a
+    trial of a compiled rung takes as long as several rungs, and gets the time that is left."""
     kept = KEPT_SECONDS["cuda" if machine.is_cuda else "cpu"]
     if settings.max_batch not in ("kept", "all") or not machine.is_cuda:
         return kept

@@ -16,7 +16,7 @@ from fuseline.ops import Case, Op, get, registered
 from fuseline.records.record import Scalar
 
 MIXED = "mixed"
-"""bfloat16 as autocast gives it to norms: beside a float32 stream, with float32 weights."""
+"""Norms as autocast calls them: a bfloat16 branch beside a float32 stream, with float32 weights."""
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,

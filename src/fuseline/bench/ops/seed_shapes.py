@@ -228,7 +228,7 @@ def _measure(
         with torch.set_grad_enabled(direction == "bw"):
             calls = {peer.name: _call(peer, bound, direction) for peer in able}
             samples = _take_turns(calls, device, quick)
-            # On a processor operators are counted, and compiled code has none.
+            # On a CPU torch's operators are counted, and compiled code calls none.
             counted = [peer.name for peer in able if device.type == "cuda" or not peer.compiles]
             launches = {name: count_launches(calls[name], device) for name in counted}
         records += _records(samples, launches, {**place, "captured": False}, environment)

@@ -169,7 +169,7 @@ def _nanogpt(name: str, case: StepCase, device: torch.device, file: Path, grad_c
 
 
 def nanogpt_source(file: Path) -> ModuleType:
-    """nanoGPT's model.py as a module; `InputError` if the file is none."""
+    """nanoGPT's model.py as a module; `InputError` if the file is not nanoGPT's."""
     if not file.is_file():
         raise InputError(f"--nanogpt {file}: there is no such file. Name nanoGPT's model.py.")
     spec = importlib.util.spec_from_file_location("nanogpt_model", file)

@@ -289,7 +289,9 @@ def _window(window: Window) -> tuple[int, int]:
         return -1, -1
     ends = window if isinstance(window, tuple | list) else (window, window)
     if len(ends) != 2 or not all(isinstance(end, int | torch.SymInt) for end in ends):
-        raise InputError(f"attention: window={window!r} is not a number of keys, nor two (left, right).")
+        raise InputError(
+            f"attention: window={window!r} is neither a number of keys nor a pair (left, right)."
+        )
     left, right = ends
     if left < -1 or right < -1:
         raise InputError(f"attention: window=({left}, {right}) has an end below -1. -1 means no end.")

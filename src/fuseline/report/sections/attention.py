@@ -49,7 +49,7 @@ BAR = 0.95
 _TITLES = {
     "short": "Short sequences",
     "long": "Long sequences",
-    "drawn": "Lengths drawn at random, at which nothing was chosen",
+    "drawn": "Lengths drawn at random, at which no kernel was tuned",
     "decode": "Few queries over a long cache",
     "masks": "Features, alone and together",
     "picker": "The pick against the fastest",

@@ -88,8 +88,8 @@ def chart(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Dr
 
 
 def gains(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Drawing | None:
-    """Their bars and ours as what each row gained over its own first one, which compares where GPU or batch
-    do not; None unless ours ran the first row and another of theirs."""
+    """Bars of what each of their rows and of ours gained over its own first row. These ratios can be compared
+    even if GPU or batch differ. None unless ours ran their first row and at least one more."""
     theirs_of, published = rows_for(reference, preset)
     rows = [row for row in published if row.batch == published[0].batch]
     ours = {rung.name: rung for rung in climb.ran}
@@ -113,7 +113,7 @@ def gains(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Dr
 
 
 def _over(first: Rung, rung: Rung) -> tuple[float, float | None, float | None]:
-    """How much faster than the first row, of runs in turn where there were some."""
+    """How much faster than the first row, with its interval; from runs in turn if there are any."""
     paired = rung.records.get("speedup")
     if paired is not None and paired.value is not None:
         return paired.value, paired.low, paired.high

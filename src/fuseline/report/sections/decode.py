@@ -54,7 +54,7 @@ def _section(index: int, preset: str, device: str, records: Sequence[Record]) ->
         headline,
         _climb([r for r in records if "rung" in r.case]),
         _rates("Tokens a second", [r for r in others if not r.case.get("drawn")]),
-        _rates("Positions drawn at random, at which nothing was chosen", at_random),
+        _rates("Positions drawn at random, at which no kernel was tuned", at_random),
         Details("What was not measured", skipped) if skipped else None,
     )
     summary = f"{headline.value} {headline.words}" if headline else device

@@ -23,7 +23,9 @@ def sections(shelf: Shelf) -> list[Section]:
     for index, ((suite, device, _), records) in enumerate(places.items(), 1):
         parts = {
             "Measurements": [r for r in records if not r.case.get("drawn")],
-            "Sizes drawn at random, at which nothing was chosen": [r for r in records if r.case.get("drawn")],
+            "Sizes drawn at random, at which no kernel was tuned": [
+                r for r in records if r.case.get("drawn")
+            ],
         }
         tables = [pivot(name, found) for name, found in parts.items() if found]
         blocks: tuple[Block, ...] = tuple(b for b in tables if b is not None)

@@ -73,8 +73,7 @@ def levers(rungs: Sequence[Rung]) -> tuple[Key, ...]:
 
 
 def _time_bar(rung: Rung, climb: Climb) -> Bar:
-    """The ratio that is written is the one over torch alone, or over the first rung where torch alone was not
-    timed."""
+    """A bar whose text has the ratio over torch alone, or over the first rung if that was not timed."""
     value, low, high = rung.interval
     over = climb.ratio_over_torch(rung) or (None if rung is climb.baseline else rung.value("speedup"))
     text = f"{plain(value)} ms" + (f" · {ratio(over)}" if over else "")

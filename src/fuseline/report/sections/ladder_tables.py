@@ -24,11 +24,11 @@ COST = (
     "data_wait_share",
 )
 BRACKETS = "Brackets: 95% intervals."
-IN_TURN = "Times are the first row's, over speed-ups that are of runs in turn."
+IN_TURN = "Times are the first row's time divided by the speed-ups of runs in turn."
 
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
-    """Every rung that ran, in order. `not_run` has the others."""
+    """Every rung that ran, in order. `not_run` lists the others."""
     beside = Column("over torch alone", "speed-up over the best that torch does alone")
     columns = [
         Column("rung", numeric=False),
@@ -69,7 +69,7 @@ def work(climb: Climb, title: str) -> Table | None:
 
 
 def not_run(climb: Climb) -> Words | None:
-    """What there was no time for, and what this machine cannot run, in a line each."""
+    """The rungs that there was no time for, and those that this machine cannot run."""
     left = [rung for rung in climb.rungs if rung.time is None]
     late = [rung for rung in left if rung.said("out_of_budget", False)]
     by_reason: dict[str, list[str]] = {}

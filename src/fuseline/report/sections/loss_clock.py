@@ -17,7 +17,7 @@ MODEL = ("data", "layers", "heads", "embed_dim", "seqlen_q", "seed")
 NOT_THE_WAY = ("section", "step", "steps", "best_step", "training_s")
 ROLES = ("baseline", "kernels", "tensor", "fuse", "quantize", "other")
 RISING = 3
-"""Validations after the lowest loss that say that it was no accident."""
+"""So many validations after the lowest loss show that its rise is no accident."""
 READING = (
     "Only training is on the clock: compiling, validating and saving are not. A run that sees its text often "
     "learns it by heart, and its validation loss rises again."
@@ -57,7 +57,7 @@ def _section(index: int, device: str, runs: Sequence[Sequence[Record]]) -> Secti
 
 
 def _past_its_best(label: str, points: Sequence[tuple[float, float]]) -> str | None:
-    """Where a run was best, if `RISING` validations or more came after its lowest loss."""
+    """A sentence on where a run was best, if `RISING` validations or more came after its lowest loss."""
     at = min(range(len(points)), key=lambda i: points[i][1])
     if len(points) - at <= RISING:
         return None

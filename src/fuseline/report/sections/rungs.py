@@ -21,8 +21,8 @@ MODES = ("cumulative", "alone", "combination", "anchor")
 
 @dataclass(frozen=True)
 class Rung:
-    """One rung: what was run, and its records by metric. Times and rates are as runs in turn have them (see
-    `in_turn`); `spread` is how many times its beginning the end of its own time's interval is."""
+    """One rung: what was run, and its records by metric. Times and rates follow from runs in turn (see
+    `in_turn`); `spread` is the high end over the low end of the interval of the rung's own time."""
 
     case: Mapping[str, Scalar]
     records: Mapping[str, Record]
@@ -191,7 +191,7 @@ def _rungs(records: Sequence[Record]) -> tuple[Rung, ...]:
 
 
 def _beside(rung: Rung, first: Rung) -> Rung:
-    """`rung` as runs in turn with the first one have it."""
+    """`rung` with the time and rates that follow from runs in turn with the first one."""
     if rung.time is None:
         return rung
     figures = {
