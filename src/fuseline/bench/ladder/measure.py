@@ -214,8 +214,8 @@ class StepMeasurer:
         return self._peak(others)
 
     def _peak_of_later_step(self, contender: Contender, others: int, graphs: float) -> float | None:
-        """Peak GiB of a step after all proofs, compiling and recording, with what its recorded graphs hold. The
-        graphs of others hold `graphs` GiB."""
+        """Peak GiB of a step after all proofs, compiling and recording, with what its recorded graphs hold.
+        The graphs of others hold `graphs` GiB."""
         synchronize(self._device)
         reset_peak_memory(self._device)
         contender.run(self._workload.batches(contender.spec), 1)
