@@ -45,8 +45,10 @@ def test_it_shows_every_site_and_what_it_gains(tmp_path: Path) -> None:
         assert f">{said}" in embedding
     assert "has hooks" in refused
     wide = html[html.index('class="chart wide"') : html.index('class="chart narrow"')]
-    tips = re.findall(r"<title>([^<]*: [\d.]+x)</title>", wide)
-    assert tips == ["layers.{0..1}.norm (2), layer_norm: 1.25x", "embedding, embedding: 0.50x"]
+    (long, first), (short, second) = re.findall(r'width="([\d.]+)"[^>]*><title>([^<]*)</title>', wide)
+    assert (first, second) == ("layers.{0..1}.norm (2), layer_norm: 1.25x", "embedding, embedding: 0.50x")
+    assert float(long) / float(short) == pytest.approx(1.25 / 0.5, rel=0.01)
+    assert "n (pairs) = 12" in html
     for said in ("2.00 ms", "1.60 ms", "of 4 run", "12 pairs, 1.20x to 1.30x", "a note"):
         assert said in html
 

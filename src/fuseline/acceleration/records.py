@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fuseline.acceleration.handle import Acceleration
+from fuseline.acceleration.pay import PAIRS
 from fuseline.acceleration.site import REFUSED
 from fuseline.records import Environment, Record
 from fuseline.records.record import Scalar
@@ -24,14 +25,14 @@ def _of_sites(fast: Acceleration, case: dict[str, Scalar], environment: Environm
         of = {**case, "site": site.path, "kind": site.kind, "op": site.op, "status": site.status}
         if site.status == REFUSED:
             yield Record.of(SUITE, {**of, "reason": site.reason}, "skipped", None, environment)
-        for peer, metric, value in (
-            ("fuseline", "error", site.error),
-            ("eager", "error", site.original_error),
-            ("fuseline", "time_us", site.time_us),
-            ("eager", "time_us", site.original_time_us),
+        for peer, metric, value, n in (
+            ("fuseline", "error", site.error, 1),
+            ("eager", "error", site.original_error, 1),
+            ("fuseline", "time_us", site.time_us, PAIRS),
+            ("eager", "time_us", site.original_time_us, PAIRS),
         ):
             if value is not None:
-                yield Record.of(SUITE, of, metric, value, environment, peer=peer)
+                yield Record.of(SUITE, of, metric, value, environment, peer=peer, n=n)
 
 
 def _of_the_whole(fast: Acceleration, case: dict[str, Scalar], environment: Environment) -> Iterator[Record]:

@@ -56,7 +56,8 @@ def save(fast: Acceleration, model: str, folder: Path | str) -> Path:
 def _section(fast: Acceleration, model: str, device: str, records: Sequence[Record]) -> Section:
     """The chart is left out where nothing was timed."""
     groups = grouped(fast.sites)
-    told = source(records, "medians")
+    timed = [record for record in records if record.metric == "time_us"]
+    told = source(timed or records, "medians", "n (pairs)")
     blocks: list[Block | None] = [
         _headline(fast),
         *(Words(note) for note in fast.notes),
@@ -110,7 +111,7 @@ def _gains(groups: Sequence[Group], told: str) -> Drawing | None:
 
 def _label(path: str, kind: str) -> str:
     room = LABEL - len(kind)
-    return f"{path if len(path) <= room else '…' + path[1 - room :]}, {kind}"
+    return f"{path if len(path) <= room else '…' + path[1 - room :].lstrip('.')}, {kind}"
 
 
 def _row(paths: Sequence[str], site: Site) -> Row:
