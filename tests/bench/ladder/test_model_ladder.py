@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from functools import partial
 from pathlib import Path
@@ -139,6 +140,17 @@ def test_of_a_model_that_drops_no_errors_are_told(tmp_path):
     outcome = ladder.run_model(settings(work, tmp_path, ("fused-adamw",)), lambda event: None)
     assert [r.reason for r in outcome.results] == [None, None]
     assert all(r.value("grad_error") is None for r in outcome.results)
+
+
+def test_memory_is_that_of_a_step_after_the_proofs_with_what_its_graphs_hold(tmp_path, monkeypatch):
+    peaks, graphs = itertools.cycle((9.0, 2.0)), itertools.cycle((0.25, 0.75))
+    monkeypatch.setattr("fuseline.bench.ladder.measure.peak_memory_gib", lambda device: next(peaks))
+    monkeypatch.setattr("fuseline.bench.ladder.measure.recorded_graphs_gib", lambda device: next(graphs))
+    work = made((Net(), tokens()), "mine.py:make")
+    outcome = ladder.run_model(settings(work, tmp_path, ("fused-adamw",)), lambda event: None)
+    timed = [result for result in outcome.results if result.reason is None]
+    assert timed
+    assert {result.value("peak_memory_gib") for result in timed} == {2.5}
 
 
 def test_weights_in_16_bits_are_climbed_as_they_came(tmp_path):

@@ -25,6 +25,7 @@ from fuseline.timing import (
     paired_ratio,
     peak_memory_gib,
     ran_out_of_memory,
+    recorded_graphs_gib,
     reset_peak_memory,
     summarize,
     synchronize,
@@ -140,7 +141,7 @@ class StepMeasurer:
         return found
 
     def _measure(self, spec: Spec, begin: float, seconds: float, limit: float) -> Measurement:
-        others = self._allocated()
+        others, graphs = self._allocated(), recorded_graphs_gib(self._device)
         reset_peak_memory(self._device)
         self._observer(Stage("compiling" if spec.is_compiled else "building"))
         new = self._new = self._raise(spec)
@@ -155,6 +156,8 @@ class StepMeasurer:
         half = None if peaks[spec.batch] is None else self._workload.halved(new)
         if half is not None:
             peaks[len(half[0])] = self._peak_of(new, half, others)
+        elif peaks[spec.batch] is not None:
+            peaks[spec.batch] = self._peak_of_later_step(new, others, graphs)
         known = {batch: peak for batch, peak in peaks.items() if peak is not None}
         if known:
             figures["peak_memory_gib"] = Figure(known[spec.batch])
@@ -209,6 +212,15 @@ class StepMeasurer:
         reset_peak_memory(self._device)
         contender.step(batch)
         return self._peak(others)
+
+    def _peak_of_later_step(self, contender: Contender, others: int, graphs: float) -> float | None:
+        """Of a step after all that proves, compiles and records, with what its recorded graphs hold. Others'
+        graphs hold `graphs` GiB."""
+        synchronize(self._device)
+        reset_peak_memory(self._device)
+        contender.run(self._workload.batches(contender.spec), 1)
+        peak = self._peak(others)
+        return None if peak is None else peak + recorded_graphs_gib(self._device) - graphs
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0

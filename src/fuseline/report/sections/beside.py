@@ -92,7 +92,7 @@ def gains(reference: ReferenceTable, climb: Climb, preset: str, name: str) -> Dr
     do not; None unless ours ran the first row and another of theirs."""
     theirs_of, published = rows_for(reference, preset)
     rows = [row for row in published if row.batch == published[0].batch]
-    ours = {rung.name: rung for rung in climb.ran}
+    ours = {rung.name: rung for rung in climb.ran if rung.interval[0] > 0}
     shared = [row for row in rows if row.rung in ours]
     if len(shared) < 2 or shared[0] is not rows[0]:
         return None

@@ -24,7 +24,7 @@ COST = (
     "data_wait_share",
 )
 BRACKETS = "Brackets: 95% intervals."
-IN_TURN = "Times are the first row's, over speed-ups that are of runs in turn."
+IN_TURN = "Each time is the first row's, divided by the speed-up that runs in turn gave."
 
 
 def speed(climb: Climb, title: str, *, folded: bool = False) -> Table | None:
