@@ -30,7 +30,7 @@ def table(sites: Sequence[Site], whole: Verdict | None, notes: Sequence[str]) ->
     if whole is not None:
         now = whole.original_us / whole.ratio.value  # a median taken apart could contradict the ratio
         lines.append(
-            f"Whole step: {_time(whole.original_us)} before, {_time(now)} now; "
+            f"Whole step: {time_text(whole.original_us)} before, {time_text(now)} now; "
             f"in pairs {whole.ratio.value:.2f}x as fast ({whole.ratio.low:.2f} to {whole.ratio.high:.2f})."
         )
     return "\n".join([*lines, *notes])
@@ -70,18 +70,18 @@ def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]], eager: Mappi
 
 def _row(paths: Sequence[str], site: Site) -> tuple[str, ...]:
     return (
-        _together(paths),
+        together(paths),
         site.kind + (f" -> {site.op}" if site.op else ""),
         site.status,
         _error(site.error),
         _error(site.original_error),
-        _time(site.time_us),
-        _time(site.original_time_us),
+        time_text(site.time_us),
+        time_text(site.original_time_us),
         "" if site.gain is None else f"{site.gain:.2f}x",
     )
 
 
-def _together(paths: Sequence[str]) -> str:
+def together(paths: Sequence[str]) -> str:
     """One name for paths that differ by numbers: "model.layers.{0..15}.mlp"."""
     if len(paths) == 1:
         return paths[0]
@@ -102,7 +102,7 @@ def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1e}"
 
 
-def _time(us: float | None) -> str:
+def time_text(us: float | None) -> str:
     if us is None:
         return ""
     return f"{us / 1e3:.2f} ms" if us >= 1000 else f"{us:.1f} us"

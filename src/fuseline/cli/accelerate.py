@@ -2,29 +2,36 @@
 
 This verb only reports; in your program, call fuseline.accelerate(model, batch). The model is
 MODULE:FUNCTION, a function without arguments that returns (model, batch) or (model, batch, loss_fn), or a
-Hugging Face folder with a config.json."""
+Hugging Face folder with a config.json. In training, loss_fn(model, batch) is what runs.
+
+--out FOLDER writes a page with the table and a chart of the gains, and the records."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from fuseline.cli.options import Common, resolve_device
+from fuseline.cli.names import without_folders
+from fuseline.cli.options import Recorded, resolve_device
 from fuseline.cli.precisions import checked
 from fuseline.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fuseline.acceleration import Acceleration
+    from fuseline.acceleration.site import Site
+    from fuseline.profiling.user_code import Work
+
+INSIDE = "model."
+"""What names of the model's modules begin with where it and its loss are one module."""
 
 
 @dataclass(frozen=True)
-class Options(Common):
+class Options(Recorded):
     """The options of `fuseline accelerate`."""
 
     model: Annotated[str, tyro.conf.Positional] = ""
@@ -47,20 +54,58 @@ class Options(Common):
 
 
 def run(options: Options) -> int:
-    from fuseline.acceleration import accelerate
+    work = _load(options)
+    fast = _accelerated(work, options)
+    page = None
+    if options.out is not None and not options.dry_run:
+        from fuseline.report.acceleration import save
 
-    model, batch = _load(options)
+        name = f"{type(work.model).__name__} of {without_folders(options.model)}"
+        page = save(fast, name, options.out)
+    if options.json:
+        print(json.dumps({**as_json(fast), "page": page and str(page)}))
+        return 0
+    print(fast)
+    if options.out is not None:
+        print(f"\nPage: {page}" if page else f"\nWould write a page to {options.out}.")
+    return 0
+
+
+def _accelerated(work: Work, options: Options) -> Acceleration:
+    """As the model will run: in training with its loss. Its modules are named as in the model."""
+    from fuseline.acceleration import accelerate
+    from fuseline.acceleration.find import check_names
+    from fuseline.profiling.user_code import WithLoss
+
+    train = work.model.training if options.train is None else options.train
+    model, batch = work.model, work.batch(work.tensors)
+    if train:
+        model, batch = WithLoss(work, work.model).called(work.tensors)
+    inside = "" if model is work.model else INSIDE
+    check_names(work.model, options.only, "only")
+    check_names(work.model, options.skip, "skip")
     fast = accelerate(
         model,
         batch,
-        train=options.train,
+        train=train,
         levels=options.level,
-        only=options.only,
-        skip=options.skip,
+        only=[inside + name for name in options.only],
+        skip=[inside + name for name in options.skip],
         dry_run=options.dry_run,
     )
-    print(json.dumps(as_json(fast)) if options.json else fast)
-    return 0
+    if inside:
+        fast.sites = tuple(map(named_as_in_the_model, fast.sites))
+    return fast
+
+
+def named_as_in_the_model(site: Site) -> Site:
+    """The site of a model that is one module with its loss, as a site of the model alone."""
+    return replace(
+        site,
+        path=site.path.removeprefix(INSIDE),
+        also=tuple(path.removeprefix(INSIDE) for path in site.also),
+        reason=re.sub(rf"(?<![\w.]){re.escape(INSIDE)}(?=\w)", "", site.reason),
+    )
 
 
 def as_json(fast: Acceleration) -> dict[str, Any]:
@@ -80,7 +125,7 @@ def as_json(fast: Acceleration) -> dict[str, Any]:
     }
 
 
-def _load(options: Options) -> tuple[nn.Module, Any]:
+def _load(options: Options) -> Work:
     import torch
 
     from fuseline.profiling import user_code
@@ -92,13 +137,11 @@ def _load(options: Options) -> tuple[nn.Module, Any]:
         raise InputError("Which model? Give MODULE:FUNCTION or a Hugging Face folder.")
     device = torch.device(resolve_device(options.device))
     if Path(options.model).is_dir():
-        work = load_folder(
+        return load_folder(
             Path(options.model),
             batch_size=options.batch_size,
             seqlen=options.seqlen,
             dtype=dtypes[checked(options.precision, dtypes)],
             train=options.train is not False,
         ).to(device)
-    else:
-        work = user_code.load(options.model).to(device)
-    return work.model, work.batch(work.tensors)
+    return user_code.load(options.model).to(device)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuseline.cli.ladder_options import Options
-from fuseline.cli.names import split_names
+from fuseline.cli.names import split_names, without_folders
 from fuseline.cli.options import resolve_device
 from fuseline.errors import InputError
 
@@ -30,7 +30,7 @@ def settings(options: Options) -> ModelSettings:
             raise InputError(f"--{name.replace('_', '-')} is for presets: leave it out beside --model.")
     device = resolve_device(options.device)
     return ModelSettings(
-        preset=_name(options.model),
+        preset=without_folders(options.model),
         device=device,
         out=options.out or DEFAULT_OUT,
         seed=options.seed,
@@ -63,9 +63,3 @@ def _load(options: Options) -> Work:
     return load_folder(
         Path(options.model), batch_size=batch_size, seqlen=seqlen, dtype=torch.float32, train=True
     )
-
-
-def _name(target: str) -> str:
-    """Without the folders that lead there."""
-    where, colon, function = target.rpartition(":")
-    return f"{Path(where).name}:{function}" if colon else Path(target).resolve().name

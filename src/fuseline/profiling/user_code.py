@@ -66,6 +66,27 @@ class Work:
         return loss_in(self.output(module, tensors))
 
 
+class WithLoss(nn.Module):
+    """The model and its loss as one module: called with the batch's tensors, it returns the loss."""
+
+    def __init__(self, work: Work, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.__dict__["work"] = work  # not a part of this module: it holds the model as it came
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        work: Work = self.__dict__["work"]
+        return work.loss(self.model, tensors)
+
+    def called(self, tensors: Sequence[torch.Tensor]) -> tuple[nn.Module, Any]:
+        """What a training step calls, and with what: this module where there is a `loss_fn`; a model that
+        returns its loss is called with its batch, as it came."""
+        work: Work = self.__dict__["work"]
+        if work.loss_fn is not None:
+            return self, tuple(tensors)
+        return self.model, work.batch(tensors)
+
+
 def _called(loss_fn: LossFn, module: nn.Module, batch: Any) -> Any:
     """What `loss_fn` returns. If it takes the model for its output, the error says how it is called."""
     try:

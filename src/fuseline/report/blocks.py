@@ -23,6 +23,8 @@ class Cell:
 
 
 EMPTY = Cell("")
+NAME = 44
+BREAK = "\u200b"  # where a long name may go on in the next line
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,11 @@ def table(
         reading,
         folded,
     )
+
+
+def breakable(name: str, most: int = NAME) -> str:
+    """A name that may be broken after its joints, cut where it is longer than `most` letters."""
+    cut = name if len(name) <= most else name[: most - 1] + "…"
+    for joint in ("::", "_", ".", ", "):
+        cut = cut.replace(joint, joint + BREAK)
+    return cut

@@ -154,6 +154,20 @@ def _draw(figure: Figure) -> Markup:
     return Markup("".join(drawn))
 
 
+def write_page(out: Path, html: str, records: Sequence[Record] = (), name: str = "") -> Path:
+    """Write `out/index.html`, and beside it the `records` into a new file of that name. Returns the page's
+    path."""
+
+    def write(folder: Path) -> None:
+        (folder / "index.html").write_text(html, encoding="utf-8")
+        if name:
+            lines = "".join(record.to_json() + "\n" for record in records)
+            (folder / name).write_text(lines, encoding="utf-8")
+
+    write_whole(out, write)
+    return out / "index.html"
+
+
 def write_whole(out: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a folder beside `out`'s files, and move them in only when all are there."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuseline.acceleration import Acceleration, accelerate
 from fuseline.acceleration.fp8 import Fp8Layers
@@ -26,7 +26,7 @@ from fuseline.bench.ladder.pairing import Runs
 from fuseline.bench.ladder.precision_check import Reference, errors
 from fuseline.bench.ladder.result import Figure
 from fuseline.errors import InputError, first_line
-from fuseline.profiling.user_code import Work
+from fuseline.profiling.user_code import WithLoss, Work
 from fuseline.timing import paired_ratio, ran_out_of_memory, reset_peak_memory, summarize
 from fuseline.training.optimizer import make_optimizer
 from fuseline.training.step import TrainStep
@@ -34,19 +34,6 @@ from fuseline.training.step import TrainStep
 SAME_LOSS = 1e-5
 """Two passes over one batch whose losses differ by a larger share than this have drawn random numbers."""
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class WithLoss(nn.Module):
-    """The model and its loss as one module: called with the batch's tensors, it returns the loss."""
-
-    def __init__(self, work: Work, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.__dict__["work"] = work  # not a part of this module: it holds the model as it came
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        work: Work = self.__dict__["work"]
-        return work.loss(self.model, tensors)
 
 
 def spec_of(work: Work, name: str) -> ModelSpec:
@@ -94,7 +81,7 @@ class ModelWorkload:
         if spec.execution == RECORDED:
             assert fast is not None
             whole = fast.training_step(optimizer, spec.precision, grad_clip=0.0)
-            step, fp8 = _RecordedStep(whole, self._work, seconds), whole.fp8
+            step, fp8 = _RecordedStep(whole, subject, seconds), whole.fp8
         else:
             own = TrainStep(
                 subject,
@@ -147,10 +134,8 @@ class ModelWorkload:
         return WithLoss(self._work, model.to(self._device).train())
 
     def _accelerated(self, spec: ModelSpec, subject: WithLoss) -> Acceleration:
-        """As the model will run: a model that returns its loss is called with its batch, as it came."""
-        model, batch = subject.model, self._work.batch(self._tensors)
-        if self._work.loss_fn is not None:
-            model, batch = subject, self._tensors
+        """As the model will run."""
+        model, batch = subject.called(self._tensors)
         with matmul_format(spec.precision), autocast(spec.precision, self._device):
             fast = accelerate(model, batch, train=True)
         if not fast.kept and spec.execution != RECORDED:
@@ -254,14 +239,14 @@ class _AcceleratedStep:
 class _RecordedStep:
     """`training_step`, called with the tensors of a batch. `InputError` where it could not be recorded."""
 
-    def __init__(self, step: TrainingStep, work: Work, seconds: float) -> None:
-        self._step, self._work = step, work
+    def __init__(self, step: TrainingStep, subject: WithLoss, seconds: float) -> None:
+        self._step, self._subject = step, subject
         self.compile_seconds = seconds
         self._is_first = True
 
     def __call__(self, batch: Batch) -> Tensor:
         begin = time.perf_counter()
-        given = batch if self._work.loss_fn is not None else self._work.batch(batch)
+        _, given = self._subject.called(batch)
         loss = self._step(given)
         if self._step.execution != "recorded":
             raise InputError(f"it runs eagerly: {self._step.reason}")

@@ -20,9 +20,4 @@ def save(profile: Profile, folder: Path | str) -> Path:
     shelf = Shelf(records_of(profile))
     html = page.render(shelf, [section(profile)], beside="profile.json")
     saved.write(profile, folder)
-    page.write_whole(folder, lambda made: _put(made / "index.html", html))
-    return folder / "index.html"
-
-
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    return page.write_page(folder, html)

@@ -7,15 +7,13 @@ from fuseline.profiling.names import short
 from fuseline.profiling.places import together
 from fuseline.profiling.profile import Row
 from fuseline.profiling.text import kind_name
-from fuseline.report.blocks import EMPTY, Cell, Column, Table, table
+from fuseline.report.blocks import EMPTY, Cell, Column, Table, breakable, table
 from fuseline.report.blocks import Row as Line
 from fuseline.report.numbers import percent, plain, whole
 from fuseline.report.profile.figures import ROLES
 
 MOST, FEW = 40, 15
-NAME = 44
 MIB = 2**20
-BREAK = "\u200b"  # where a long name may go on in the next line
 
 GPU_UNITS, CPU_UNITS = (("GB", 1e9), ("TFLOP", 1e12)), (("MB", 1e6), ("GFLOP", 1e9))
 
@@ -51,9 +49,9 @@ def kernels(profile: Profile) -> Table | None:
     rows = [
         Line(
             (
-                Cell(_broken(short(row.name)), row.kind, swatch=ROLES.get(row.kind, "other")),
+                Cell(breakable(short(row.name)), row.kind, swatch=ROLES.get(row.kind, "other")),
                 *_figures(row, profile),
-                Cell(_broken(row.places, 80), row.ops if row.ops != row.name else ""),
+                Cell(breakable(row.places, 80), row.ops if row.ops != row.name else ""),
             )
         )
         for row in every[:MOST]
@@ -68,7 +66,7 @@ def gaps(profile: Profile) -> Table | None:
     rows = [
         Line(
             (
-                Cell(_broken(row.where), row.part),
+                Cell(breakable(row.where), row.part),
                 Cell(whole(row.count)),
                 Cell(plain(row.ms)),
                 Cell(plain(row.waited_ms)),
@@ -103,8 +101,8 @@ def memory(profile: Profile) -> Table | None:
             (
                 Cell(holder.kind),
                 Cell(plain(holder.bytes / MIB)),
-                Cell(_broken(holder.op)),
-                Cell(_broken(holder.place)),
+                Cell(breakable(holder.op)),
+                Cell(breakable(holder.place)),
             )
         )
         for holder in profile.memory.holders[:FEW]
@@ -132,9 +130,9 @@ def fusions(profile: Profile) -> Table | None:
     rows = [
         Line(
             (
-                Cell(_broken(kernel)),
+                Cell(breakable(kernel)),
                 Cell(whole(calls[kernel])),
-                Cell(_broken(together(held), 80), operations[kernel]),
+                Cell(breakable(together(held), 80), operations[kernel]),
             )
         )
         for kernel, held in places.items()
@@ -160,11 +158,3 @@ def _figures(row: Row, profile: Profile) -> tuple[Cell, ...]:
         EMPTY if not row.bytes else Cell(plain(row.bytes / size)),
         EMPTY if not row.flops else Cell(plain(row.flops / work)),
     )
-
-
-def _broken(name: str, most: int = NAME) -> str:
-    """A name that may be broken after its joints, cut where it is too long."""
-    cut = name if len(name) <= most else name[: most - 1] + "…"
-    for joint in ("::", "_", ".", ", "):
-        cut = cut.replace(joint, joint + BREAK)
-    return cut
