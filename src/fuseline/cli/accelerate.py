@@ -2,7 +2,7 @@
 
 This verb only reports; in your program, call fuseline.accelerate(model, batch). The model is
 MODULE:FUNCTION, a function without arguments that returns (model, batch) or (model, batch, loss_fn), or a
-Hugging Face folder with a config.json. In training, loss_fn(model, batch) is what runs.
+Hugging Face folder with a config.json. In training, loss_fn(model, batch) runs.
 
 --out FOLDER writes a page with the table and a chart of the gains, and the records."""
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuseline.profiling.user_code import Work
 
 INSIDE = "model."
-"""What names of the model's modules begin with where it and its loss are one module."""
+"""Prefix of the names of the model's modules, if the model and its loss are one module."""
 
 
 @dataclass(frozen=True)

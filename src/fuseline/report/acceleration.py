@@ -45,8 +45,8 @@ Group = tuple[list[str], Site]
 
 
 def save(fast: Acceleration, model: str, folder: Path | str) -> Path:
-    """Write `index.html`, which needs nothing else, and its records into `folder`, which is made. `model` is
-    the model's name. Returns the path of the page. Raises `InputError` if it cannot be written."""
+    """Create `folder`, and write the self-contained `index.html` and its records into it. `model` is the
+    model's name. Returns the path of the page. Raises `InputError` if it cannot be written."""
     environment = describe(fast.device)
     records = records_of(fast, model, environment)
     html = page.render(Shelf(records), [_section(fast, model, environment.device, records)])
