@@ -453,7 +453,7 @@ def test_an_explanation_reads_well() -> None:
         (("attention", (1, 4, 4, 8)), {"masked": True, "bias": True}, "has one mask"),
         (("decode_attention", (4, 4)), {}, r"\[B, H, D\]"),
         (("decode_attention", (1, 4, 64)), {"cache": "fp4"}, "Did you mean 'fp8'"),
-        (("self_attention_layer", (4, 4)), {}, r"that of x, \[B, S, E\]"),
+        (("self_attention_layer", (4, 4)), {}, r"the shape of x, \[B, S, E\]"),
         (("self_attention_layer", (1, 4, 64)), {"kv_heads": 3}, "does not divide 8 heads"),
         (("decode_step", (2, 768)), {}, "computes one row"),
     ],
