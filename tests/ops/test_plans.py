@@ -448,7 +448,7 @@ def test_an_explanation_reads_well() -> None:
         (("cross_entropy", (4, 4)), {"weights": True}, "Did you mean 'weight'"),
         (("layer_norm", (4, 4)), {"direction": "up"}, "it is forward or backward"),
         (("layer_norm", (4, 4)), {"x_bias": True}, "norms behind a dropout"),
-        (("attention", (4, 4)), {}, r"that of q, \[B, H, T, D\]"),
+        (("attention", (4, 4)), {}, r"the shape of q, \[B, H, T, D\]"),
         (("attention", (1, 4, 4, 8)), {"kv_heads": 3}, "does not divide 4 heads"),
         (("attention", (1, 4, 4, 8)), {"masked": True, "bias": True}, "has one mask"),
         (("decode_attention", (4, 4)), {}, r"\[B, H, D\]"),

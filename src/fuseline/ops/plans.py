@@ -345,7 +345,7 @@ def _attention(
     sequences: bool = False,
 ) -> tuple[Plan, ...]:
     if len(q.shape) != 4:
-        raise InputError(f"shape is {list(q.shape)}; attention's is that of q, [B, H, T, D].")
+        raise InputError(f"shape is {list(q.shape)}; attention takes the shape of q, [B, H, T, D].")
     if masked and bias:
         raise InputError("masked and bias are both given; attention has one mask.")
     (B, H, T, D), S = q.shape, keys or q.shape[2]
@@ -391,7 +391,7 @@ _CACHES = ("same", "int8", "fp8")
 
 def _decode_attention(q: _Rows, kv_heads: int = 0, keys: int = 4096, cache: str = "same") -> tuple[Plan, ...]:
     if len(q.shape) != 3:
-        raise InputError(f"shape is {list(q.shape)}; decode_attention's is that of q, [B, H, D].")
+        raise InputError(f"shape is {list(q.shape)}; decode_attention takes the shape of q, [B, H, D].")
     if cache not in _CACHES:
         raise unknown_name("cache", cache, _CACHES)
     (B, H, D), kinds = q.shape, (DTYPES.index(q.dtype), _CACHES.index(cache))
