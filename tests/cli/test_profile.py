@@ -12,7 +12,7 @@ import torch
 
 from fuseline.cli import profile_targets
 from fuseline.cli.main import run
-from fuseline.cli.profile_targets import Asked
+from fuseline.cli.profile_asked import Asked
 from fuseline.profiling import step
 from fuseline.profiling.ceilings import Ceilings
 from fuseline.training import translation_config, translation_train

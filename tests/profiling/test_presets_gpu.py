@@ -10,7 +10,8 @@ import gc
 import pytest
 import torch
 
-from fuseline.cli.profile_targets import SHAPES, Asked, ready
+from fuseline.cli.profile_asked import Asked
+from fuseline.cli.profile_targets import SHAPES, ready
 from fuseline.profiling import Profile, profile_step
 from fuseline.profiling.ceilings import Ceilings
 from fuseline.profiling.profile import Row

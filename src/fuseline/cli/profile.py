@@ -26,7 +26,7 @@ from fuseline.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from fuseline.cli.profile_targets import Asked
+    from fuseline.cli.profile_asked import Asked
     from fuseline.profiling import Difference, Profile
     from fuseline.records.record import Scalar
 
@@ -107,7 +107,7 @@ def run(options: Options) -> int:
 def _asked(options: Options) -> Asked:
     import torch
 
-    from fuseline.cli.profile_targets import Asked
+    from fuseline.cli.profile_asked import Asked
 
     device = torch.device(resolve_device(options.device))
     precision = options.precision

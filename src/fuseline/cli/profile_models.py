@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from fuseline.bench.compile.workloads import Images, find_workloads
+from fuseline.cli.profile_asked import Asked
 from fuseline.errors import InputError
 from fuseline.models.translation_config import TranslationConfig
 from fuseline.profiling.user_code import Work
@@ -18,9 +18,6 @@ from fuseline.records.record import Scalar
 from fuseline.training import translation_config
 from fuseline.training.checkpoint import BEST, LATEST, is_ours, read_weights, settings_of
 from fuseline.training.translation_train import build_model, load_translation_model
-
-if TYPE_CHECKING:
-    from fuseline.cli.profile_targets import Asked
 
 TRANSLATION = "translation-"
 OTHERS = ("vit", "resnet50", "lstm")

@@ -14,6 +14,7 @@ from torch import nn
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.precision import autocast, check_precision, compute_dtype, matmul_format
 from fuseline.cli import profile_models
+from fuseline.cli.profile_asked import Asked
 from fuseline.errors import InputError, unknown_name
 from fuseline.generation.decoder import Decoder
 from fuseline.models import gpt_config, llama_config
@@ -50,26 +51,6 @@ TWINS = {
 }
 """The execution that launches kernel by kernel what the other replays."""
 LEARNING_RATE = 1e-4
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the command line asks for; None is the target's usual."""
-
-    target: str
-    device: torch.device
-    task: str = "train"
-    batch: int | None = None
-    seqlen: int | None = None
-    precision: str = "fp32"
-    execution: str = "eager"
-    kernels: str = "fuseline"
-    attention: str = "pick"
-    loss: str = "fuseline-linear"
-    dropout: float | None = None
-    bias: bool | None = None
-    vocab_multiple: int = 64
-    seed: int = 1337
 
 
 @dataclass(frozen=True)
