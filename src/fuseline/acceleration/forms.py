@@ -3,7 +3,7 @@
 The host costs a recorded step nothing, so only the kernels' time counts. On some models and GPUs
 torch.compile fuses the work between matrix products better than single kernels do; on others Fuseline's
 kernels win. Every form is checked against the first and timed as a whole recorded step, and the fastest is
-kept. If almost all work between the products is done by our own kernels, nothing is compiled.
+kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from fuseline.timing import ran_out_of_memory
 KERNELS = "kernels"
 GAIN = 0.99
 """A compiled form has to take less than this share of the time without it."""
-WORTH_COMPILING = 0.02
-"""Other forms are tried if torch's own operations between products take at least this share of a step."""
 LARGEST_DISTANCE = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far all gradients of two forms may lie apart, as a share of their length: the roundings of both."""
 
@@ -66,21 +64,13 @@ def choose(
     forms: Sequence[Form],
     seconds_of: Callable[[Form], float],
     why_wrong: Callable[[Form], str | None],
-    most_saved: Callable[[], float] | None = None,
 ) -> Choice:
     """The fastest of the forms that compute what the first does. A form that cannot run is refused; if the
-    first cannot, its error is raised. `most_saved()` is the largest number of seconds that the others could
-    save of the first one's time. If it is small, they are not tried."""
+    first cannot, its error is raised."""
     first, *others = forms
     if not others:
         return Choice(first)
     choice = Choice(first, {first.name: 1e3 * seconds_of(first)})
-    if most_saved is not None:
-        saved_ms = 1e3 * most_saved()
-        if saved_ms < WORTH_COMPILING * choice.ms[first.name]:
-            told = f"not tried: torch's operations between products take only {saved_ms:.2g} ms"
-            choice.refused = dict.fromkeys((form.name for form in others), told)
-            return choice
     for form in others:
         try:
             reason = why_wrong(form)

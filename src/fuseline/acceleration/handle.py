@@ -208,7 +208,7 @@ class Acceleration:
         grad_clip: float = 1.0,
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
-        compiled: bool | None = None,
+        compiled: bool = True,
     ) -> TrainingStep:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
@@ -217,20 +217,18 @@ class Acceleration:
         Adadelta, or `fuseline.optim.CompactAdamW`. Its learning rates become tensors; schedulers, and code
         that sets `group["lr"]`, keep working. Sites are proved and timed again on the first batch, in this
         precision. A recorded step is also tried with the model's blocks compiled by `torch.compile` instead
-        of with Fuseline's kernels, where torch's own operations between matrix products take at least 2% of
-        the step: a compiler has nothing else to fuse. The fastest form is kept, and `step.choice` has the
-        times. `compiled=True` always tries it, and with `compiled=False` nothing is compiled.
+        of with Fuseline's kernels. The fastest form is kept, and `step.choice` has the times. With
+        `compiled=False` nothing is compiled.
         """
         step = TrainingStep(
             self.model,
-            lambda batch: self._prepared(batch, compiled is not False, loss),
+            lambda batch: self._prepared(batch, compiled, loss),
             optimizer,
             precision=precision,
             accumulation=accumulation,
             grad_clip=grad_clip,
             scheduler=scheduler,
             loss=loss,
-            every_form=compiled is True,
         )
         self._steps.add(step)
         return step

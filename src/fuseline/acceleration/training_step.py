@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.between_products import seconds_between_products
 from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
@@ -75,7 +74,6 @@ class TrainingStep(InForms):
             or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
-        every_form: try every form, even if the plain one leaves next to nothing that others could save.
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
@@ -97,9 +95,7 @@ class TrainingStep(InForms):
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
         fp8: Fp8Layers | None = None,
-        every_form: bool = False,
     ) -> None:
-        self._every_form = every_form
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.device = next(model.parameters()).device
         if fp8 is None:
@@ -222,14 +218,7 @@ class TrainingStep(InForms):
         def why_wrong(form: Form) -> str | None:
             return graph.without_trace(lambda: self._why_wrong(form, batches[0]))
 
-        def most_saved() -> float:
-            def gradients() -> object:
-                return self._gradients(self._forms[0], batches[0])
-
-            once = graph.without_trace(lambda: seconds_between_products(gradients, self.device))
-            return self.accumulation * once
-
-        return choose(self._forms, seconds_of, why_wrong, None if self._every_form else most_saved)
+        return choose(self._forms, seconds_of, why_wrong)
 
     def _why_wrong(self, form: Form, batch: Any) -> str | None:
         """Why a form differs from the first: its loss or its gradients of a batch do. If the model draws
