@@ -17,7 +17,12 @@ from fuseline.acceleration import training_step
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.forms import KERNELS, Form
 from fuseline.acceleration.learning_rates import RECORDABLE, LearningRates, why_not_recordable
-from fuseline.acceleration.recordable import HostRandom, NotRecordableError, without_cached_weights
+from fuseline.acceleration.recordable import (
+    HeldGraphError,
+    HostRandom,
+    NotRecordableError,
+    without_cached_weights,
+)
 from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs, run_repeatedly
 from fuseline.acceleration.training_step import TrainingStep
 from fuseline.timing import recorded_graphs_gib
@@ -141,6 +146,37 @@ def test_state_of_recordable_optimizers_begins_at_zero(kind: type[torch.optim.Op
     assert len(state) >= 1
     # Adamax adds eps to the largest gradient so far.
     assert all(value.abs().max() <= 1e-8 for value in state.values())
+
+
+def test_a_held_graph_puts_the_recording_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Any] = []
+
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
+        attempts.append(batches)
+        if len(attempts) < 3:
+            raise HeldGraphError
+        return Stub(), batches, self._run(batches)
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    step = make_training_step(monkeypatch, nn.Linear(2, 2))
+    for _ in range(2):
+        step({"input": torch.ones(1, 2)})
+    assert (step.execution, sum(step.eager_steps.values())) == ("recorded", 2)
+    assert "del loss" in next(iter(step.eager_steps))
+    step({"input": torch.ones(1, 2)})
+    assert (len(attempts), sum(step.eager_steps.values())) == (3, 2)
+
+
+def test_a_graph_that_is_held_for_ever_makes_steps_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
+        raise HeldGraphError
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    step = make_training_step(monkeypatch, nn.Linear(2, 2))
+    for _ in range(6):
+        step({"input": torch.ones(1, 2)})
+    assert step.execution == "eager"
+    assert "still held" in step.reason
 
 
 def test_other_optimizers_are_not_recorded() -> None:
@@ -380,6 +416,23 @@ def test_a_loaded_state_is_the_one_that_a_recorded_step_goes_on_from() -> None:
 
 
 @pytest.mark.gpu
+def test_a_loss_that_is_held_puts_the_recording_off() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainingStep(
+        model, lambda batch: [PLAIN], optimizer, precision="fp32", loss=lambda y, batch: y.square().mean()
+    )
+    loss = model(x).square().mean()
+    loss.backward()
+    for _ in range(3):
+        loss = step((x,))
+    assert step.execution == "recorded"
+    assert sum(step.eager_steps.values()) == 1
+    assert loss.isfinite()
+
+
+@pytest.mark.gpu
 def test_recordings_of_several_shapes_share_their_memory() -> None:
     device = torch.device("cuda")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))).to(device)
@@ -402,6 +455,7 @@ def test_recordings_of_several_shapes_share_their_memory() -> None:
         model.zero_grad(set_to_none=False)
         expected = model(x).square().mean()
         wanted = torch.autograd.grad(expected, list(model.parameters()))
+        expected = expected.detach()  # a graph that is held cannot be recorded beside
         assert torch.allclose(loss, expected, rtol=1e-4)
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(found, wanted, strict=True))
     assert len(step) == 3

@@ -165,13 +165,14 @@ def test_other_dtypes_and_norms_without_weight_are_not_folded(made: Callable[[],
         assert torch.equal(ours, theirs)
 
 
-def test_compiles_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_to_one_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(device: str) -> bool:
         raise RuntimeError("the compiler of torch 2.11 breaks the graph here")
 
     monkeypatch.setattr(torch.amp, "is_autocast_available", breaks)
-    made = model("cpu")
-    wanted = step(made, "cpu", True)
-    found = step(torch.compile(made, fullgraph=True, backend="aot_eager"), "cpu", True)
+    made = model(device)
+    wanted = step(made, device, True)
+    found = step(torch.compile(made, fullgraph=True, backend="aot_eager"), device, True)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02 * float(theirs.abs().max()))

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
+FIRST_PIECE = 0.95
+"""Of the peak of a step: what does not fit in between takes pieces of its own, which are smaller than the
+rest of the first would be. ViT-B/16 holds 3.65 GiB without a first piece, 3.59 with one of its peak, and 3.55
+with one of 0.94 to 0.98 of it; DINOv2-S holds 2.97, 2.74, and 2.70 to 2.71."""
+
 
 class GraphMemory:
     """Where the graphs of one step or call keep their tensors.
 
     A recording takes what those before it have freed, so that graphs of several shapes hold as much as the
-    largest of them, and what each hands out. The first takes what it needs in one piece: in pieces of their
-    own, tensors of many sizes leave gaps.
+    largest of them, and what each hands out. The first takes nearly all that it needs in one piece: tensors
+    of many sizes leave gaps in pieces of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +32,7 @@ class GraphMemory:
     def reserve(self, needed: int) -> None:
         """Called at the beginning of each recording, which needs so many bytes at most."""
         if self._is_empty and needed:
-            torch.empty(needed, dtype=torch.uint8, device=self._device)
+            torch.empty(int(FIRST_PIECE * needed), dtype=torch.uint8, device=self._device)
         self._is_empty = False
 
 

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.graph_memory import GraphMemory, PeakMemory
 from fuseline.acceleration.recordable import (
+    HeldGraphError,
     HostRandom,
     NotRecordableError,
     autocast_now,
@@ -409,13 +410,25 @@ def capturing(
     try:
         with recording:
             yield
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(RuntimeError):  # it has ended already
             torch._C._cuda_endAllocateToPool(index, pool)
         fresh = torch.Generator(device)
         fresh.set_state(place)
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        if _waits_for_another_stream(error):
+            raise HeldGraphError from error
         raise
+
+
+def _waits_for_another_stream(error: BaseException | None) -> bool:
+    """Whether a recording broke where gradients are added up on the stream of an earlier forward: a graph of
+    autograd that is still held keeps the node that adds them up, and the node keeps its stream."""
+    while error is not None:
+        if "legacy stream depend on a capturing" in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 @contextlib.contextmanager
