@@ -324,6 +324,7 @@ def test_a_small_layers_scratch_is_of_the_projections_gradient() -> None:
         (768, {"head_dim": 96}, 0),
         (768, {"gpu": "l40s"}, 0),
         (768, {"dtype": torch.float32}, 0),
+        (768, {"dtype": torch.float16}, 0),
         (4096, {"heads": 32, "head_dim": 128}, 0),
     ],
 )

@@ -89,7 +89,7 @@ inline const char* refusal(const fuseline_step& c, const Device& device, int& co
   code = *least < 0 ? FUSELINE_BAD_SIZE : FUSELINE_UNSUPPORTED;
   if (*least <= 0 || *most > 0xffffff) return "a size is less than 1, or more than the kernel takes";
   if (!device.clusters) return "the kernel was written for GPUs of compute capability 9.0 and later";
-  if (c.dtype != FUSELINE_FLOAT16 && c.dtype != FUSELINE_BFLOAT16) return "the kernel takes weights of 16 bits";
+  if (c.dtype != FUSELINE_BFLOAT16) return "the kernel takes weights in bf16, which the models are in";
   if (c.num_layers > FUSELINE_STEP_LAYERS) return "there are more layers than one launch takes";
   if (c.heads % c.kv_heads || (c.head_dim != 64 && c.head_dim != 128)) return "the kernel takes head dims 64 and 128";
   const int64_t widest = std::max({2 * c.ffn_dim, c.vocab_size, (c.heads + 2 * c.kv_heads) * c.head_dim});

@@ -35,8 +35,4 @@ struct StepShape {
   static constexpr int kSlotBytes = kTiles.slot_bytes(), kRingBytes = kTiles.ring_bytes(), kUnitBytes = kTiles.unit_bytes();
 };
 
-// decode_step_bfloat16.cu and decode_step_float16.cu have it: 0, or an error of CUDA's.
-template <class T>
-int launch_step(const StepArguments& a, const StepPlan& plan, void* stream);
-
 }  // namespace fuseline

@@ -320,8 +320,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
 
 // ---- launcher ----
 
-template <class T>
-int launch_step(const StepArguments& a, const StepPlan& plan, void* stream) {
+inline int launch_step(const StepArguments& a, const StepPlan& plan, void* stream) {
+  using T = __nv_bfloat16;
   const bool narrow = a.head_dim == 64, three = plan.vectors == 3;
   const auto kernel = narrow ? (three ? decode_step<StepShape<T, 64, 3>> : decode_step<StepShape<T, 64, 4>>)
                              : (three ? decode_step<StepShape<T, 128, 3>> : decode_step<StepShape<T, 128, 4>>);
