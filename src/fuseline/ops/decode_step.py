@@ -73,7 +73,11 @@ class StepModel:
 def workspace(model: StepModel) -> Tensor | None:
     """Memory through which the blocks exchange values; None if one launch cannot compute steps of `model`."""
     head = model.head
-    if head.device.type != "cuda" or head.dtype is not torch.bfloat16 or not 0 < len(model.layers) <= MOST_LAYERS:
+    if (
+        head.device.type != "cuda"
+        or head.dtype is not torch.bfloat16
+        or not 0 < len(model.layers) <= MOST_LAYERS
+    ):
         return None
     tensors = [head, *(weight for layer in model.layers for weight in layer)]
     if sum(t.nbytes for t in tensors) > MOST_BYTES:
