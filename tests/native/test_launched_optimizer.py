@@ -92,9 +92,7 @@ class Optimizer:
         return (Parameter * max(1, len(counts)))(*parameters), ctypes.c_int64(len(counts))
 
     @staticmethod
-    def _gradients(
-        counts: list[int], dtypes: list[int]
-    ) -> tuple[ctypes.Array, ctypes.Array, ctypes.c_int64]:
+    def _gradients(counts: list[int], dtypes: list[int]) -> tuple[ctypes.Array, ctypes.Array, ctypes.c_int64]:
         tensors = len(counts)
         return (
             (ctypes.c_int64 * tensors)(*counts),

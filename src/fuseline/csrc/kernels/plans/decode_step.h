@@ -60,7 +60,7 @@ struct StepLayout {
   int biases_at[4], biases;  // of a product among those of a layer that a block holds, and of all
 };
 
-// Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of T and 16
+// Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of bf16 and 16
 // of the number, which are all written anew in each layer, so that what stood there before has another number.
 struct StepBuffers {
   unsigned int* steps;              // before this one

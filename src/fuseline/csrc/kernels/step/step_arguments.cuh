@@ -25,9 +25,9 @@ struct StepArguments {
   float eps, scale;  // scale times log2(e)
 };
 
-template <class T, int kHeadDim_, int kVectors_>
+template <int kHeadDim_, int kVectors_>
 struct StepShape {
-  using Element = T;
+  using Element = __nv_bfloat16;
   static constexpr StepTiles kTiles{kVectors_};
   static constexpr int kHeadDim = kHeadDim_, kVectors = kVectors_, kPiece = kTiles.piece(), kDepth = kTiles.depth();
   static constexpr int kWarps = kTiles.warps(), kThreads = kWarps * kWarp;
