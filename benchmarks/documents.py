@@ -145,6 +145,7 @@ OTHERS: dict[str, Callable[[Source], list[str]]] = {
     "plans-norms": lambda of: plans.norms(),
     "plans-attention": lambda of: plans.attention(),
     "plans-small-layers": lambda of: plans.small_layers(),
+    "plans-optimizer": lambda of: plans.optimizer(),
 }
 
 

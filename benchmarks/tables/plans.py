@@ -102,6 +102,25 @@ def small_layers() -> list[str]:
     return [*table(["batch x tokens x width", *kinds], body, left=7), "", said]
 
 
+def optimizer() -> list[str]:
+    """Launches of a step of AdamW and of the norm of gradients, and their blocks, by number and shape of the
+    parameters."""
+    body = []
+    for tensors, shape in ((16, (256, 256)), (148, (768, 768)), (148, (2048, 2048)), (1000, (1024, 4096))):
+        cells = []
+        for op, dtype, gpu in (
+            ("adamw", torch.bfloat16, GPU),
+            ("adamw", torch.float32, GPU),
+            ("gradient_norm", torch.bfloat16, GPU),
+            ("gradient_norm", torch.bfloat16, "a100"),
+        ):
+            plans = explain(op, shape, dtype, gpu=gpu, tensors=tensors).plans
+            cells.append(" + ".join(f"{plan.blocks:,}" for plan in plans))
+        body.append([f"{tensors:,} of {shape[0]:,} x {shape[1]:,}", *cells])
+    kinds = ("`adamw`, bf16", "`adamw`, fp32", "`gradient_norm`, bf16, H200", "`gradient_norm`, bf16, A100")
+    return [*table(["parameters", *kinds], body), "", "Blocks of 256 threads, launch by launch."]
+
+
 def _by_length(op: str, prefix: str, works: tuple[str, ...]) -> list[str]:
     body = []
     for length in LENGTHS:

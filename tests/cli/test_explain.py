@@ -61,6 +61,16 @@ def test_launches_of_a_small_layer_follow_one_another(capsys) -> None:
     assert "  64 blocks of 256 threads in clusters of 4, 117,392 bytes of shared memory a block" in lines
 
 
+def test_a_step_of_adamw_is_explained(capsys) -> None:
+    assert run(["explain", "adamw", "--shape", "768", "768", "--tensors", "148", "--gpu", "h200"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "adamw of [768, 768] in bfloat16 on h200",
+        "step: adamw",
+        "  because each element is computed alone: a block has a piece of 16 KB of one parameter",
+        "  10,656 blocks of 256 threads",
+    ]
+
+
 def test_mistakes_are_named_in_one_line(capsys) -> None:
     assert run(["explain", "softmax", "--shape", "4", "--dtype", "int8", "--gpu", "h200"]) == 2
     assert "There is no dtype named 'int8'" in capsys.readouterr().err

@@ -19,7 +19,6 @@ ARCHITECTURES = ("sm_80", "sm_90")
 # The C API's own code, with no kernel in it.
 HOST_ONLY = (
     "attention_forward.cu",
-    "decode_step.cu",
     "errors.cu",
     "norms.cu",
     "quant_linear.cu",

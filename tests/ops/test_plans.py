@@ -324,6 +324,7 @@ def test_a_small_layers_scratch_is_of_the_projections_gradient() -> None:
         (768, {"head_dim": 96}, 0),
         (768, {"gpu": "l40s"}, 0),
         (768, {"dtype": torch.float32}, 0),
+        (768, {"dtype": torch.float16}, 0),
         (4096, {"heads": 32, "head_dim": 128}, 0),
     ],
 )
@@ -349,6 +350,35 @@ def test_what_a_gate_adds_to_a_whole_step_is_counted() -> None:
 def test_few_long_rows_of_logits_are_shared(shape, gpu, cluster) -> None:
     (plan,) = explain("argmax_step", shape, gpu=gpu).plans
     assert (plan.kernel, plan.blocks_per_row, plan.blocks) == ("argmax_step", cluster, shape[0] * cluster)
+
+
+@pytest.mark.parametrize(
+    "tensors, blocks, reason",
+    [
+        (1, [36], "the device holds a block for each piece of 16 KB"),
+        (29, [1044], "the device holds a block for each piece of 16 KB"),
+        (148, [148 * 9], "a block reads a few neighboring pieces of 16 KB"),
+        (1536, [7900], "blocks come in eight waves"),
+        (1537, [7900, 36], "blocks come in eight waves"),
+    ],
+)
+def test_a_norm_of_gradients_has_no_more_blocks_than_it_needs(tensors, blocks, reason) -> None:
+    """Of 768 x 384 in bf16, which are 36 pieces; an H200 holds 1,056 blocks of 256 threads."""
+    plans = explain("gradient_norm", (768, 384), gpu="h200", tensors=tensors).plans
+    assert {plan.kernel for plan in plans} == {"gradient_norm"}
+    assert [plan.blocks for plan in plans] == blocks
+    assert plans[0].workspace_bytes == 4 * sum(blocks)
+    assert plans[0].reason.startswith(reason)
+
+
+def test_a_step_of_adamw_is_one_launch_for_376_parameters() -> None:
+    for tensors, blocks in ((376, [376 * 72]), (400, [376 * 72, 24 * 72])):
+        plans = explain("adamw", (768, 768), gpu="a100", tensors=tensors).plans
+        assert [(plan.kernel, plan.blocks, plan.threads_per_row) for plan in plans] == [
+            ("adamw", count, 256) for count in blocks
+        ]
+    (fp32,) = explain("adamw", (768, 768), torch.float32, gpu="a100").plans
+    assert (fp32.blocks, fp32.workspace_bytes) == (144, 0)
 
 
 OPTIONS: dict[str, dict[str, list[float]]] = {
@@ -456,6 +486,7 @@ def test_an_explanation_reads_well() -> None:
         (("self_attention_layer", (4, 4)), {}, r"the shape of x, \[B, S, E\]"),
         (("self_attention_layer", (1, 4, 64)), {"kv_heads": 3}, "does not divide 8 heads"),
         (("decode_step", (2, 768)), {}, "computes one row"),
+        (("adamw", (4, 4)), {"tensors": 0}, "one parameter or more"),
     ],
 )
 def test_mistakes_are_named(arguments, options, said) -> None:

@@ -22,12 +22,12 @@ class Options:
     op: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OP")]
     """The op: softmax, cross_entropy, gelu, swiglu, geglu, embedding, quant_linear, layer_norm, rms_norm, or
     a norm behind add_ or dropout_add_, such as add_rms_norm; attention, decode_attention,
-    self_attention_layer, decode_step, argmax_step."""
+    self_attention_layer, decode_step, argmax_step; of the optimizer's step, adamw and gradient_norm."""
     shape: tuple[int, ...]
     """Sizes of the input, of embedding those of the output. The op runs over the last dimension. Of
     attention: sequences, heads, queries and head dim of q; of decode_attention without queries. Of
     self_attention_layer: sequences, tokens and width; of decode_step: 1 and the width; of argmax_step:
-    sequences and vocabulary."""
+    sequences and vocabulary. Of adamw and gradient_norm: the sizes of one parameter."""
     dtype: str = "bf16"
     """fp32, fp16 or bf16, or torch's names of these."""
     gpu: str | None = None
@@ -105,6 +105,8 @@ class Options:
     """attention: the sequences are packed, one behind the other."""
     cache: str = "same"
     """decode_attention: the cache's numbers: same, int8 or fp8."""
+    tensors: int = 1
+    """adamw and gradient_norm: how many parameters of that shape there are."""
     json: bool = False
     """Print one JSON object."""
 

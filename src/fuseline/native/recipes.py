@@ -40,7 +40,12 @@ GENCODE = tuple(GENCODE_OF_MAJOR.values())
 # whose place Hopper runs these.
 HOPPER_GENCODE = ("-gencode=arch=compute_90a,code=sm_90a",)
 NOT_HOPPER_GENCODE_OF_MAJOR = {**GENCODE_OF_MAJOR, 9: GENCODE_OF_MAJOR[10]}
-NVCC_FLAGS = ("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden")
+NVCC_FLAGS = (
+    *("-O3", "-std=c++17", "--threads=2", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"),
+    # Machine code is packed, not PTX alone: a library takes a quarter of the room. A source's kernels are
+    # unpacked when one of them first runs.
+    "-Xfatbin=-compress-all",
+)
 NVCC_CORES = 2  # of one source, where there are several machines to compile it for
 
 CXX_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas")

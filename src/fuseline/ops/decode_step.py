@@ -12,7 +12,7 @@ Reading a model of a hundred million parameters takes less time than launching i
 Here the blocks of one launch stay for the whole step, pass elements to each other as soon as they are ready,
 and fetch the weights of later products in the meantime (`csrc/kernels/step/step_kernel.cuh`).
 
-dtypes: float16, bfloat16; the residual stream x is in float32. Results have the same bits in every run. It is
+dtypes: bfloat16; the residual stream x is in float32. Results have the same bits in every run. It is
 for inference and has no gradient. It is not a registered op, because it changes its arguments and the
 contract is for functions that do not.
 
@@ -33,7 +33,6 @@ from fuseline.ops.decode_attention import LayerCache
 from fuseline.ops.decode_attention import reference as attend
 
 PARTS = ("norm", "qkv", "out", "mlp_norm", "up", "down")
-HALF = (torch.float16, torch.bfloat16)
 MOST_LAYERS = 64
 MOST_BYTES = 2**30  # of weights: beyond, what launches cost is little
 
@@ -74,7 +73,11 @@ class StepModel:
 def workspace(model: StepModel) -> Tensor | None:
     """Memory through which the blocks exchange values; None if one launch cannot compute steps of `model`."""
     head = model.head
-    if head.device.type != "cuda" or head.dtype not in HALF or not 0 < len(model.layers) <= MOST_LAYERS:
+    if (
+        head.device.type != "cuda"
+        or head.dtype is not torch.bfloat16
+        or not 0 < len(model.layers) <= MOST_LAYERS
+    ):
         return None
     tensors = [head, *(weight for layer in model.layers for weight in layer)]
     if sum(t.nbytes for t in tensors) > MOST_BYTES:

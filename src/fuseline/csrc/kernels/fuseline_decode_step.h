@@ -38,7 +38,7 @@ typedef struct {
   int64_t head_stride;        /* of k and v, elements */
   int64_t window;             /* positions that a position sees, itself among them; 0 for all */
   double eps, scale;          /* of the norms; factor on the scores */
-  int dtype;                  /* fp16 or bf16 */
+  int dtype;                  /* bf16 */
   int norm;                   /* a fuseline_linear_norm, not NONE */
   int activation;             /* a fuseline_linear_activation, not NONE */
 } fuseline_step;

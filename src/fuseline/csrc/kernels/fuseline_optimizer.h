@@ -34,6 +34,18 @@ typedef struct {
 FUSELINE_API int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, const float* norm,
                                 double max_norm, const float* found_inf, uint32_t* arrived, void* stream);
 
+/* One launch of a call: `tensors` of the call from `first` on, in pieces of 16 KB. Blocks take as many pieces each. */
+typedef struct {
+  const char *kernel, *reason;
+  int64_t first, tensors, pieces, blocks;
+  int threads; /* of a block */
+} fuseline_tensors_launch;
+
+/* What that call would launch; only the parameters' counts are read. `launches` has room for `most`, and no more are written.
+ * Answers how many there are, or a negative code. */
+FUSELINE_API int64_t fuseline_adamw_explain(const fuseline_adamw_parameter* parameters, int64_t count, int dtype,
+                                            fuseline_tensors_launch* launches, int64_t most);
+
 /* Floats of scratch that fuseline_gradient_norm needs on the current device for gradients of these lengths; -1 if the
  * device does not answer. */
 FUSELINE_API int64_t fuseline_gradient_norm_workspace(const int64_t* counts, const int* dtypes, int64_t tensors);
@@ -44,6 +56,10 @@ FUSELINE_API int64_t fuseline_gradient_norm_workspace(const int64_t* counts, con
  * after. */
 FUSELINE_API int fuseline_gradient_norm(const void* const* grads, const int64_t* counts, const int* dtypes,
                                         int64_t tensors, float* norm, float* workspace, uint32_t* arrived, void* stream);
+
+/* What that call would launch on the current device, as above. */
+FUSELINE_API int64_t fuseline_gradient_norm_explain(const int64_t* counts, const int* dtypes, int64_t tensors,
+                                                    fuseline_tensors_launch* launches, int64_t most);
 
 #ifdef __cplusplus
 }

@@ -46,7 +46,7 @@ int code_of(c10::string_view activation) {
 // Bytes of workspace, 0 if the device cannot take a step of such a model in one launch.
 int64_t decode_step_workspace(const Tensor& like, int64_t num_layers, int64_t embed_dim, int64_t heads, int64_t kv_heads,
                               int64_t head_dim, int64_t ffn_dim, int64_t vocab_size, c10::string_view activation) {
-    if (like.scalar_type() != at::kHalf && like.scalar_type() != at::kBFloat16) return 0;
+    if (like.scalar_type() != at::kBFloat16) return 0;
     const c10::DeviceGuard guard(like.device());
     const auto call = std::make_unique<fuseline_step>();
     call->num_layers = num_layers, call->embed_dim = embed_dim, call->heads = heads, call->kv_heads = kv_heads;

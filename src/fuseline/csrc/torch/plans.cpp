@@ -1,5 +1,5 @@
 // Which kernel would take a problem on a GPU, as the launchers decide it (kernels/plans/), for any GPU and on any machine:
-// fuseline/ops/plans.py asks.
+// fuseline/ops/plans asks.
 
 #include <torch/library.h>
 
@@ -17,6 +17,7 @@
 #include "plans/linear.h"
 #include "plans/norm_backward.h"
 #include "plans/norm_forward.h"
+#include "plans/optimizer.h"
 #include "plans/small_layer.h"
 #include "plans/softmax.h"
 
@@ -319,9 +320,22 @@ Planned argmax_step(at::IntArrayRef device, int64_t rows, int64_t n, int64_t ele
     return by_rows("argmax_step", plan.reason, plan.shape, 0);
 }
 
+// `counts`: elements of each parameter.
+PlannedLaunches adamw(at::IntArrayRef counts, int64_t dtype) {
+    return launches_of(plan_adamw(int64_t(counts.size()), [&](int64_t i) { return counts[i]; }, int(dtype)));
+}
+
+PlannedLaunches gradient_norm(at::IntArrayRef device, at::IntArrayRef counts, at::IntArrayRef dtypes) {
+    TORCH_CHECK_VALUE(counts.size() == dtypes.size(), counts.size(), " gradients have ", dtypes.size(), " dtypes; each has one.");
+    return launches_of(plan_gradient_norm(int64_t(counts.size()), [&](int64_t i) { return counts[i]; },
+                                          [&](int64_t i) { return int(dtypes[i]); }, device_of(device)));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(fuseline, m) {
+    m.def("plan_adamw(int[] counts, int dtype) -> (str[], str, int[])", adamw);
+    m.def("plan_gradient_norm(int[] device, int[] counts, int[] dtypes) -> (str[], str, int[])", gradient_norm);
     m.def("plan_self_attention_layer(int[] device, int[] sizes, int dtype, bool tf32, bool shared, bool captured, "
           "bool backward) -> (str[], str, int[])", self_attention_layer);
     m.def("plan_decode_step(int[] device, int[] sizes, int dtype, bool swiglu) -> (str, str, int[])", decode_step);

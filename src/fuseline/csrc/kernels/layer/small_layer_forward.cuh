@@ -221,12 +221,12 @@ int launch_forward(const fuseline_small_layer& layer, const SmallLayerPlan& plan
 template <class Math>
 int launch_forward(const fuseline_small_layer& layer, const SmallLayerPlan& plan, const Device& device, void* stream) {
   const int rows = plan.launches[0].tiles.rows;
-  if (rows == 16) return launch_forward<Math, 16>(layer, plan, device, stream);
-  if (rows == 32) return launch_forward<Math, 32>(layer, plan, device, stream);
   if constexpr (!std::is_same_v<Math, Exact>) {
+    if (rows == 64) return launch_forward<Math, 64>(layer, plan, device, stream);
     if (rows == 128) return launch_forward<Math, 128>(layer, plan, device, stream);
   }
-  return launch_forward<Math, 64>(layer, plan, device, stream);
+  return rows == 16 ? launch_forward<Math, 16>(layer, plan, device, stream)
+                    : launch_forward<Math, 32>(layer, plan, device, stream);
 }
 
 }  // namespace fuseline

@@ -14,18 +14,14 @@
 //
 // Behind a norm the pieces are taken from the last to the first: what the norm has read last is still in the L2.
 
-#include "fuseline_optimizer.h"
 #include "optimizer/tensors.cuh"
 
 namespace fuseline {
 namespace {
 
-constexpr int kMostParameters = 376;
 constexpr int kHeld = 2, kTurns = 2;
 constexpr int kAtOnce = 4;  // blocks of a multiprocessor
-
-template <class T>
-constexpr int kPiece = kTensorBlock * kVector<T> * kHeld * kTurns;
+static_assert(kTensorBlock * kHeld * kTurns * 16 == kPieceBytes);
 
 struct AdamW {
   fuseline_adamw_parameter parameters[kMostParameters];
@@ -232,38 +228,44 @@ bool on_vectors(const fuseline_adamw_parameter& p) {
 }
 
 template <class T>
-int run(const fuseline_adamw_parameter* parameters, int64_t count, AdamW& a, void* stream) {
-  Device device;
-  const cudaError_t error = current_device(device);
-  if (error != cudaSuccess) return int(error);
-  for (int64_t begin = 0; begin < count; begin += a.count) {
-    int64_t pieces = 0;
-    a.count = int(std::min<int64_t>(kMostParameters, count - begin));
-    for (int i = 0; i < a.count; ++i) {
-      const fuseline_adamw_parameter& p = parameters[begin + i];
-      if (p.count < 0) return FUSELINE_BAD_SIZE;
-      a.parameters[i] = p, a.vectors[i] = on_vectors(p);
-      a.first[i] = uint32_t(pieces);
-      pieces += divide_up(p.count, kPiece<T>);
-      if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
+int run(const fuseline_adamw_parameter* parameters, const TensorsPlan& plan, AdamW& a, const Device& device, void* stream) {
+  for (const TensorsLaunch& by : plan) {
+    uint32_t first = 0;
+    for (int64_t i = 0; i < by.tensors; ++i) {
+      const fuseline_adamw_parameter& p = parameters[by.first + i];
+      a.parameters[i] = p, a.vectors[i] = on_vectors(p), a.first[i] = first;
+      first += uint32_t(divide_up(p.count, kPiece<T>));
     }
-    a.pieces = uint32_t(std::max<int64_t>(1, pieces));  // steps are counted where there is nothing else to do, too
-    const int code = launch(adamw<T>, a, a.pieces, dim3(kTensorBlock), 0, 1, stream, device.clusters);
-    if (code != 0) return code;
+    a.count = int(by.tensors);
+    a.pieces = uint32_t(by.shape.grid);  // one at least: steps are counted where there is nothing else to do, too
+    if (const int code = launch(adamw<T>, a, by.shape, device, stream)) return code;
   }
   return 0;
+}
+
+TensorsPlan plan_of(const fuseline_adamw_parameter* parameters, int64_t count, int dtype) {
+  return plan_adamw(count, [&](int64_t i) { return parameters[i].count; }, dtype);
 }
 
 }  // namespace
 }  // namespace fuseline
 
+using namespace fuseline;
+
 int fuseline_adamw(const fuseline_adamw_parameter* parameters, int64_t count, int dtype, const float* norm,
                    double max_norm, const float* found_inf, uint32_t* arrived, void* stream) {
-  using namespace fuseline;
-  if (count < 0) return FUSELINE_BAD_SIZE;
+  const TensorsPlan plan = plan_of(parameters, count, dtype);
+  if (plan.code != 0) return plan.code;
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   AdamW a{};
   a.norm = norm, a.found_inf = found_inf, a.arrived = arrived, a.max_norm = float(max_norm);
-  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(parameters, count, a, stream); });
+  return with_dtype(dtype, [&](auto type) { return run<decltype(type)>(parameters, plan, a, device, stream); });
+}
+
+int64_t fuseline_adamw_explain(const fuseline_adamw_parameter* parameters, int64_t count, int dtype,
+                               fuseline_tensors_launch* launches, int64_t most) {
+  return write_launches(plan_of(parameters, count, dtype), launches, most);
 }
 
 int fuseline_launches_large_arguments(void) {

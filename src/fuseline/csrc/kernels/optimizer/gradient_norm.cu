@@ -8,18 +8,14 @@
 // last to arrive adds those up in fp64. Which block has which pieces depends on the device and the lengths alone, so that the
 // bits are the same from run to run.
 
-#include "fuseline_optimizer.h"
 #include "optimizer/tensors.cuh"
 
 namespace fuseline {
 namespace {
 
-constexpr int kMostGradients = 1536;
 constexpr int kHeld = 4;
 constexpr int kAtOnce = 8;  // blocks of a multiprocessor
-constexpr int kWaves = 8;   // blocks that one place of the device gets in turn, at most
-constexpr int kFewPieces = 4;  // a block takes so many before there is a second wave
-constexpr int kPieceBytes = kTensorBlock * kHeld * 16;
+static_assert(kTensorBlock * kHeld * 16 == kPieceBytes);
 constexpr int kWarps = kTensorBlock / kWarp;
 
 struct GradientNorm {
@@ -36,8 +32,6 @@ struct GradientNorm {
   bool ends;   // this launch adds up
 };
 static_assert(sizeof(GradientNorm) <= kMostArgumentBytes);
-
-__host__ __device__ constexpr int piece_of(int dtype) { return kPieceBytes / (dtype == FUSELINE_FLOAT32 ? 4 : 2); }
 
 // Adds the squares of `count` elements from `start` on; several sums, so that none waits for the one before. Elements before
 // the first whole vector and behind the last go one by one.
@@ -94,7 +88,7 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) gradient_norm(const __g
 #pragma unroll 1
   for (; piece < end; ++index) {
     const uint32_t next = index + 1 < a.count ? min(a.first[index + 1], end) : end;
-    const int dtype = a.dtypes[index], elements = piece_of(dtype);
+    const int dtype = a.dtypes[index], elements = dtype == FUSELINE_FLOAT32 ? kPiece<float> : kPiece<__half>;
     const int64_t start = int64_t(piece - a.first[index]) * elements;
     const int count = int(min(int64_t(next - piece) * elements, a.counts[index] - start));
     if (dtype == FUSELINE_FLOAT32) {
@@ -124,62 +118,48 @@ __global__ void __launch_bounds__(kTensorBlock, kAtOnce) gradient_norm(const __g
 
 // ---- launcher ----
 
-// Calls run(first, end, pieces, each, blocks, device) for each launch, `each` being the pieces of a block; an error or 0.
-template <class Run>
-int for_each_launch(const int64_t* counts, const int* dtypes, int64_t tensors, Run&& run) {
-  Device device;
-  int at_once = 0;
-  cudaError_t error = current_device(device);
-  if (error == cudaSuccess) error = resident_clusters(gradient_norm, device, kTensorBlock, 0, 1, at_once);
-  if (error != cudaSuccess) return int(error);
-  for (int64_t begin = 0; begin < tensors || begin == 0; begin += kMostGradients) {
-    const int64_t end = std::min<int64_t>(tensors, begin + kMostGradients);
-    int64_t pieces = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      if (counts[i] < 0) return FUSELINE_BAD_SIZE;
-      if (!known_dtype(dtypes[i])) return FUSELINE_UNSUPPORTED;
-      pieces += divide_up(counts[i], piece_of(dtypes[i]));
-    }
-    if (pieces > 0x7fffffff) return FUSELINE_BAD_SIZE;
-    const int64_t few = std::min<int64_t>(kFewPieces, divide_up(pieces, at_once));
-    const int64_t each = std::max<int64_t>({1, few, divide_up(pieces, int64_t(kWaves) * at_once)});
-    const int blocks = int(std::max<int64_t>(1, divide_up(pieces, each)));
-    if (const int code = run(begin, end, pieces, each, blocks, device)) return code;
-  }
-  return 0;
+TensorsPlan plan_on(const Device& device, const int64_t* counts, const int* dtypes, int64_t tensors) {
+  return plan_gradient_norm(tensors, [&](int64_t i) { return counts[i]; }, [&](int64_t i) { return dtypes[i]; }, device);
 }
 
 }  // namespace
 }  // namespace fuseline
 
+using namespace fuseline;
+
 int64_t fuseline_gradient_norm_workspace(const int64_t* counts, const int* dtypes, int64_t tensors) {
-  int64_t sums = 0;
-  const auto add = [&](int64_t, int64_t, int64_t, int64_t, int blocks, const fuseline::Device&) {
-    sums += blocks;
-    return 0;
-  };
-  const int code = fuseline::for_each_launch(counts, dtypes, tensors, add);
-  return code == 0 ? sums : -1;
+  Device device;
+  if (current_device(device) != cudaSuccess) return -1;
+  const TensorsPlan plan = plan_on(device, counts, dtypes, tensors);
+  return plan.code != 0 ? -1 : int64_t(plan.workspace / sizeof(float));
 }
 
 int fuseline_gradient_norm(const void* const* grads, const int64_t* counts, const int* dtypes, int64_t tensors, float* norm,
                            float* workspace, uint32_t* arrived, void* stream) {
-  using namespace fuseline;
-  if (tensors < 0) return FUSELINE_BAD_SIZE;
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
+  const TensorsPlan plan = plan_on(device, counts, dtypes, tensors);
+  if (plan.code != 0) return plan.code;
   GradientNorm a{};
   a.sums = workspace, a.norm = norm, a.arrived = arrived;
-  const auto run = [&](int64_t begin, int64_t end, int64_t pieces, int64_t each, int blocks, const Device& device) {
+  for (const TensorsLaunch& by : plan) {
     uint32_t first = 0;
-    for (int64_t i = begin; i < end; ++i) {
-      a.grads[i - begin] = grads[i], a.counts[i - begin] = counts[i], a.dtypes[i - begin] = uint8_t(dtypes[i]);
-      a.first[i - begin] = first;
-      first += uint32_t(divide_up(counts[i], piece_of(dtypes[i])));
+    for (int64_t i = 0; i < by.tensors; ++i) {
+      const int64_t at = by.first + i;
+      a.grads[i] = grads[at], a.counts[i] = counts[at], a.dtypes[i] = uint8_t(dtypes[at]), a.first[i] = first;
+      first += uint32_t(optimizer_plans::TensorSize{counts[at], dtypes[at]}.pieces());
     }
-    a.count = int(end - begin), a.pieces = uint32_t(pieces), a.each = uint32_t(each);
-    a.ends = end == tensors;
-    const int code = launch(gradient_norm, a, blocks, dim3(kTensorBlock), 0, 1, stream, device.clusters);
-    a.before += blocks;
-    return code;
-  };
-  return for_each_launch(counts, dtypes, tensors, run);
+    a.count = int(by.tensors), a.pieces = uint32_t(by.pieces), a.each = uint32_t(by.each);
+    a.ends = by.first + by.tensors == tensors;
+    if (const int code = launch(gradient_norm, a, by.shape, device, stream)) return code;
+    a.before += int(by.shape.grid);
+  }
+  return 0;
+}
+
+int64_t fuseline_gradient_norm_explain(const int64_t* counts, const int* dtypes, int64_t tensors,
+                                       fuseline_tensors_launch* launches, int64_t most) {
+  Device device;
+  if (const cudaError_t error = current_device(device); error != cudaSuccess) return -int64_t(error);
+  return write_launches(plan_on(device, counts, dtypes, tensors), launches, most);
 }

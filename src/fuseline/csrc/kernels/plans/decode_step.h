@@ -60,7 +60,7 @@ struct StepLayout {
   int biases_at[4], biases;  // of a product among those of a layer that a block holds, and of all
 };
 
-// Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of T and 16
+// Words that blocks hand to each other, in the workspace: a float with 32 bits of its layer's number, or 16 bits of bf16 and 16
 // of the number, which are all written anew in each layer, so that what stood there before has another number.
 struct StepBuffers {
   unsigned int* steps;              // before this one
@@ -89,7 +89,7 @@ inline const char* refusal(const fuseline_step& c, const Device& device, int& co
   code = *least < 0 ? FUSELINE_BAD_SIZE : FUSELINE_UNSUPPORTED;
   if (*least <= 0 || *most > 0xffffff) return "a size is less than 1, or more than the kernel takes";
   if (!device.clusters) return "the kernel was written for GPUs of compute capability 9.0 and later";
-  if (c.dtype != FUSELINE_FLOAT16 && c.dtype != FUSELINE_BFLOAT16) return "the kernel takes weights of 16 bits";
+  if (c.dtype != FUSELINE_BFLOAT16) return "the kernel takes weights in bf16, which the models are in";
   if (c.num_layers > FUSELINE_STEP_LAYERS) return "there are more layers than one launch takes";
   if (c.heads % c.kv_heads || (c.head_dim != 64 && c.head_dim != 128)) return "the kernel takes head dims 64 and 128";
   const int64_t widest = std::max({2 * c.ffn_dim, c.vocab_size, (c.heads + 2 * c.kv_heads) * c.head_dim});

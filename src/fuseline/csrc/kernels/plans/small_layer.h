@@ -59,6 +59,7 @@ constexpr const char* kUneven = "a pointer is no multiple of 16 bytes";
 
 // Of fp32 without tensor cores so many rows are the composition's: 166 us, where torch's own product and attention take 83.
 constexpr int kMostExactRows = 64;
+constexpr int kMostExactRowsInOne = 32;  // launch; no model has more of them that are so small
 constexpr int kMostRows = 128;
 
 // Why the kernels do not take a layer; null if they do.
@@ -205,12 +206,15 @@ SmallLayerPlan plan_small_layer_forward(const fuseline_small_layer& a, const Dev
   if (least_size(a) == 0) return refuse("a width is 0");
   if (const char* const reason = refusal(a, device)) return refuse(reason);
   if (!are_aligned({a.x, a.qkv_weight, a.out_weight, a.qkv, a.attended, a.out})) return refuse(kUneven);
-  if (pays_for_two(a, captured)) {
+  const bool takes_two = is_exact(a) && a.seqlen > kMostExactRowsInOne;
+  if (takes_two || pays_for_two(a, captured)) {
     SmallLayerPlan plan;
-    plan.reason = "large enough for two launches, which fill the GPU and overlap";
+    plan.reason = takes_two ? "fp32 without TF32 takes so many rows in two launches"
+                            : "large enough for two launches, which fill the GPU and overlap";
     if (plan_heads(plan, a, device, residents) && plan_out(plan, a, device)) return plan;
   }
-  return plan_one_launch(a, device);
+  return takes_two ? refuse("fp32 without TF32 takes so many rows in two launches, which do not take such heads")
+                   : plan_one_launch(a, device);
 }
 
 // Of a layer alone, without gradients (all null), what a block has of its heads.

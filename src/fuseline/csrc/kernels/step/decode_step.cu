@@ -1,6 +1,6 @@
 // A whole decoding step for one row in one launch: the C API, which launches what the plan says (step_kernel.cuh).
 
-#include "step_arguments.cuh"
+#include "step_kernel.cuh"
 
 namespace fuseline {
 namespace {
@@ -52,8 +52,7 @@ int fuseline_decode_step(const fuseline_step* call, void* stream) {
   if (const cudaError_t error = current_device(device); error != cudaSuccess) return int(error);
   const StepPlan plan = plan_decode_step(*call, device);
   if (plan.code != 0) return plan.code;
-  const StepArguments a = arguments_of(*call, plan);
-  return call->dtype == FUSELINE_FLOAT16 ? launch_step<__half>(a, plan, stream) : launch_step<__nv_bfloat16>(a, plan, stream);
+  return launch_step(arguments_of(*call, plan), plan, stream);
 }
 
 int fuseline_decode_step_explain(const fuseline_step* call, fuseline_attention_plan* plan) {

@@ -25,18 +25,14 @@ struct StepArguments {
   float eps, scale;  // scale times log2(e)
 };
 
-template <class T, int kHeadDim_, int kVectors_>
+template <int kHeadDim_, int kVectors_>
 struct StepShape {
-  using Element = T;
+  using Element = __nv_bfloat16;
   static constexpr StepTiles kTiles{kVectors_};
   static constexpr int kHeadDim = kHeadDim_, kVectors = kVectors_, kPiece = kTiles.piece(), kDepth = kTiles.depth();
   static constexpr int kWarps = kTiles.warps(), kThreads = kWarps * kWarp;
   static constexpr int kNormWarps = kTiles.norm_warps(), kNormThreads = kNormWarps * kWarp, kEach = kTiles.normed();
   static constexpr int kSlotBytes = kTiles.slot_bytes(), kRingBytes = kTiles.ring_bytes(), kUnitBytes = kTiles.unit_bytes();
 };
-
-// decode_step_bfloat16.cu and decode_step_float16.cu have it: 0, or an error of CUDA's.
-template <class T>
-int launch_step(const StepArguments& a, const StepPlan& plan, void* stream);
 
 }  // namespace fuseline

@@ -12,7 +12,7 @@
 // Exchanges: an element that blocks hand to each other is one word with the number of its layer beside it, so that who
 // reads it knows by itself whether it is there: no fence, no counter, no barrier. Every block adds to every exchange but
 // that of the heads, and each is complete before any block can be two ahead, so that no buffer is overwritten early.
-// Queries, keys, values and what the MLP holds inside are rounded to T, the stream stays in fp32.
+// Queries, keys, values and what the MLP holds inside are rounded to bf16, the stream stays in fp32.
 
 #pragma once
 
@@ -320,11 +320,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) decode_step(const __grid_c
 
 // ---- launcher ----
 
-template <class T>
-int launch_step(const StepArguments& a, const StepPlan& plan, void* stream) {
+inline int launch_step(const StepArguments& a, const StepPlan& plan, void* stream) {
   const bool narrow = a.head_dim == 64, three = plan.vectors == 3;
-  const auto kernel = narrow ? (three ? decode_step<StepShape<T, 64, 3>> : decode_step<StepShape<T, 64, 4>>)
-                             : (three ? decode_step<StepShape<T, 128, 3>> : decode_step<StepShape<T, 128, 4>>);
+  const auto kernel = narrow ? (three ? decode_step<StepShape<64, 3>> : decode_step<StepShape<64, 4>>)
+                             : (three ? decode_step<StepShape<128, 3>> : decode_step<StepShape<128, 4>>);
   const int shared = int(plan.shape.shared);
   const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (raised != cudaSuccess) return int(raised);
