@@ -112,6 +112,7 @@ class Loop:
         self.reporter.began(run.plan())
         if run.taken == 0 and config.eval_interval:
             self._validate()
+        self.interruption.steps_begin()
         outcome = "finished"
         while run.taken < config.steps:
             self._advance()
