@@ -172,7 +172,8 @@ def test_ctrl_c_exits_with_130_and_says_how_to_go_on(text: str, tmp_path: Path) 
     command = [sys.executable, "-m", "fuseline", "train", "gpt", *SMALL, "--data", text, "--out", str(out)]
     child = subprocess.Popen([*command, "--steps", "1000000"], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and b'"pace"' in metrics.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(child.pid, signal.SIGINT)
     said, _ = child.communicate(timeout=60)

@@ -40,13 +40,15 @@ def test_while_the_text_is_tokenized(moment: str, number: int, text: Path, tmp_p
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     if moment == "encoding":
         assert child.stdout.readline().startswith("tokenized")
     else:
         deadline = time.monotonic() + PATIENCE
         while not list(cache.glob("tokens/.*.building/*")):
-            assert child.poll() is None and time.monotonic() < deadline
+            assert child.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.3)
     child.send_signal(number)

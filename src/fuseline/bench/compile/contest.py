@@ -29,8 +29,8 @@ class Contest:
     """Admit backends one by one, let them take turns, ask for the outcomes.
 
     A companion is there so that the others' times have a ratio to its own: it runs short blocks, is not told
-    of, and has no outcome. A backend that fails is out, with the reason; `torch.OutOfMemoryError` alone goes through to the caller,
-    who can try with fewer.
+    of, and has no outcome. A backend that fails is out, with the reason; `torch.OutOfMemoryError` alone goes
+    through to the caller, who can try with fewer.
     """
 
     def __init__(
