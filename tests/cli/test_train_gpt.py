@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -81,6 +82,32 @@ def test_a_dry_run_writes_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def outlook(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run(["train", "gpt", *arguments, "--device", "cpu", "--dry-run", "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_minutes_spread_the_validations_unless_an_interval_is_given(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = outlook(capsys, "--preset", "gpt2", "--minutes", "3")
+    assert plan["validations"] == "every 1,000 steps, and after 9 s of training without one, and at the end"
+    assert outlook(capsys, "--minutes", "3", "--eval-interval", "50")["config"]["eval_seconds"] is None
+    assert outlook(capsys, "--minutes", "3", "--eval-seconds", "4")["config"]["eval_seconds"] == 4
+    assert outlook(capsys, "--preset", "gpt2")["validations"] == "every 1,000 steps, and at the end"
+    for folder, given, resumed in (("own", ["--eval-seconds", "7"], 7), ("spread", [], 180)):
+        words = ["--data", text, "--tokenizer", "char", "--seqlen", "16", "--steps", "1", "--device", "cpu"]
+        assert run(["train", "gpt", *words, *given, "--out", folder, "--minutes", "10"]) == 0
+        capsys.readouterr()
+        plan = outlook(capsys, "--out", folder, "--resume", "--minutes", "60")
+        assert plan["config"]["eval_seconds"] == resumed
+    assert run(["train", "gpt", "--minutes", "3", "--device", "cpu", "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0 to 300 or to 3 minutes of training" in shown
+    assert "after 9 s of training without one" in shown
+
+
 def test_resuming_takes_the_runs_own_configuration(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,7 +172,8 @@ def test_ctrl_c_exits_with_130_and_says_how_to_go_on(text: str, tmp_path: Path) 
     command = [sys.executable, "-m", "fuseline", "train", "gpt", *SMALL, "--data", text, "--out", str(out)]
     child = subprocess.Popen([*command, "--steps", "1000000"], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and b'"pace"' in metrics.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(child.pid, signal.SIGINT)
     said, _ = child.communicate(timeout=60)

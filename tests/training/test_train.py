@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from fuseline.training import run as run_module
 from fuseline.training.checkpoint import load_checkpoint, load_weights
 from fuseline.training.config import preset
 from fuseline.training.distributed import Group
+from fuseline.training.metrics import METRICS, read_metrics
 from fuseline.training.reporter import Pace, Plan, Silent, TrainResult
 from fuseline.training.train import train
 
@@ -134,12 +136,13 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_it_goes_on(small: Make, course: M
 def test_a_second_ctrl_c_does_not_wait(small: Make, tmp_path: Path) -> None:
     class Impatient(Silent):
         def validated(self, step: int, loss: float, *, best: bool) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         train(small(), Impatient(), folder=tmp_path / "run")
-    assert load_checkpoint(tmp_path / "run" / "latest.pt").step == 0
+    assert load_checkpoint(tmp_path / "run" / "latest.pt").step == 4
 
 
 def test_a_run_that_overfits_ends_when_its_patience_does(
@@ -166,6 +169,31 @@ def test_minutes_end_it_with_a_validation(small: Make, tmp_path: Path) -> None:
     assert 0.5 <= result.seconds < 1.5
     assert result.validation_loss == result.best_validation_loss
     assert result.best_step == result.step < 10**6
+
+
+def test_a_clock_spreads_validations_over_the_training_time(
+    small: Make, course: Make, tmp_path: Path
+) -> None:
+    clock = {"minutes": 1 / 60, "eval_interval": 0, "eval_seconds": 0.1, "sample_interval": 0}
+    train(small(steps=10**6, **clock), folder=tmp_path / "run")
+    entries = [e for e in read_metrics(tmp_path / "run" / METRICS) if e["kind"] == "validation"]
+    seconds = [entry["seconds"] for entry in entries]
+    assert entries[0]["step"] == 0
+    assert 6 <= len(seconds) <= 12
+    assert all(after - before >= 0.1 for before, after in itertools.pairwise(seconds[:-1]))
+
+
+def test_patience_counts_validations_of_the_clock_too(small: Make, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcd" * 300 + "dcba" * 35)
+    clock = {"eval_interval": 0, "eval_seconds": 0.02, "patience": 3}
+    result = train(small(data=str(text), steps=10**6, **clock), folder=tmp_path / "run")
+    entries = [e for e in read_metrics(tmp_path / "run" / METRICS) if e["kind"] == "validation"]
+    assert result.outcome == "patience"
+    assert [entry["best"] for entry in entries][-4:] == [True, False, False, False]
+    again = train(small(data=str(text), steps=10**6, **clock), folder=tmp_path / "run", resume=True)
+    more = [e for e in read_metrics(tmp_path / "run" / METRICS) if e["kind"] == "validation"]
+    assert (again.outcome, len(more)) == ("patience", len(entries) + 1)
 
 
 def test_resuming_at_the_end_trains_no_more(small: Make, course: Make, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Options(Recorded, Seeded):
     """What an hour of this machine costs, in any currency: adds the cost of a million tokens or images."""
     budget: Annotated[str, tyro.conf.arg(metavar="MINUTES")] = "none"
     """Time for the whole run: 8, 90s, 1.5h or none. Iterations are cut to keep it."""
+    resume: bool = False
+    """Leave out what --out holds already from this GPU, torch and commit."""
 
 
 def run(options: Options) -> int:
@@ -84,6 +86,7 @@ def _bench(options: Options) -> CompileBench:
         seed=options.seed,
         price_per_hour=options.price_per_hour,
         budget_s=parse_duration(options.budget) or math.inf,
+        resume=options.resume,
     )
 
 
@@ -108,11 +111,12 @@ def _progress(bench: CompileBench) -> Iterator[Observer]:
     columns = (TextColumn("{task.description:<42}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         tasks = {w.name: progress.add_task(w.name, start=False, total=None) for w in bench.workloads}
-        done: dict[str, dict[str, int]] = {w.name: {} for w in bench.workloads}
+        able = [(model, backend) for model, backend, reason in bench.plan() if reason is None]
+        done = {w.name: {backend: 0 for model, backend in able if model == w.name} for w in bench.workloads}
 
         def observe(model: str, backend: str, phase: str, iterations: int, total: int) -> None:
             counts = done[model]
-            if phase in ("prepare", "run"):
+            if phase == "run":
                 counts[backend] = iterations
             elif phase == "skip":
                 del counts[backend]

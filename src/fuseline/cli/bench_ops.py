@@ -4,6 +4,7 @@ time, bandwidth and the share of this machine's copy bandwidth, forward and back
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +19,9 @@ from fuseline.cli.precisions import TORCH_NAMES, checked
 from fuseline.cli.publishing import publish
 
 if TYPE_CHECKING:
-    from fuseline.bench.ops import OpsBench
+    from fuseline.bench.ops import OpsBench, SeedBench
     from fuseline.records import Record
+    from fuseline.records.record import Scalar
 
 DEFAULT_OUT = Path("fuseline-ops")
 GPU_LENGTHS = (
@@ -57,7 +59,8 @@ class Options(Recorded, Seeded):
     """Numbers of rows in place of those of --few-rows."""
     seed_shapes: bool = False
     """Softmax and LayerNorm at the shapes of the course's homework, against their op-by-op composition, too;
-    and softmax with masks, scaled and causal. --ops, --peers and --quick hold for it."""
+    and softmax with masks, scaled and causal. --ops, --peers, --quick, --budget, --resume and --jobs hold for
+    it."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="MINUTES")] = None
     """Stop before a case that would not be done in time (90s, 4m); --resume goes on from there."""
     resume: bool = False
@@ -72,16 +75,11 @@ def run(options: Options) -> int:
     from fuseline.cli.ops_tables import tables
 
     out = options.out or DEFAULT_OUT
-    if options.seed_shapes:
-        records, left = _seed_shapes(options, out)
-    else:
-        bench = _bench(options)
-        if options.dry_run:
-            _print_plan(bench, out, as_json=options.json)
-            return 0
-        records, left = _sweep(bench, out)
+    bench = _seed_bench(options) if options.seed_shapes else _bench(options)
     if options.dry_run:
+        _print_plan(bench, out, as_json=options.json)
         return 0
+    records, left = _measured(bench, out)
     skipped = (record for record in records if record.metric == "skipped")
     remarks = [f"{record.peer} skipped, {_place(record)}: {record.case['reason']}" for record in skipped]
     if left:
@@ -91,10 +89,13 @@ def run(options: Options) -> int:
     )
 
 
-def _sweep(bench: OpsBench, out: Path) -> tuple[list[Record], list[str]]:
+def _measured(bench: OpsBench | SeedBench, out: Path) -> tuple[list[Record], list[str]]:
+    """The records, and what the budget left out."""
     from fuseline.bench import ops as suite
 
     with measuring(48) as observe:
+        if isinstance(bench, suite.SeedBench):
+            return suite.run_seed(bench, out, observe)
         outcome = suite.run(bench, out, observe)
     return outcome.records, [place.words() for place in outcome.left]
 
@@ -141,43 +142,51 @@ def _bench(options: Options) -> OpsBench:
     )
 
 
-def _print_plan(bench: OpsBench, out: Path, *, as_json: bool) -> None:
-    cases = [place.key() for place in bench.places()]
+def _print_plan(bench: OpsBench | SeedBench, out: Path, *, as_json: bool) -> None:
+    from fuseline.bench.ops import SeedBench
+
     absent = {peer.name: peer.why_not(bench.device) for peer in bench.contenders}
+    if isinstance(bench, SeedBench):
+        cases = [dict(shape.case) for shape in bench.shapes]
+        lines, how = [str(shape) for shape in bench.shapes], "forward and backward"
+    else:
+        cases = [place.key() for place in bench.places()]
+        lines = [_line(case) for case in cases]
+        how = "inside a CUDA graph" if bench.only_captured else "forward and backward"
     if as_json:
         print(json.dumps({"cases": cases, "peers": absent}))
         return
-    how = "inside a CUDA graph" if bench.only_captured else "forward and backward"
     print(f"{len(cases)} cases on {bench.device}, {how}:")
-    for case in cases:
-        mark = "  (drawn)" if "drawn" in case else ""
-        print("  {op:<24} {dtype:<10} {rows} x {n}".format(**case) + mark)
+    for line in lines:
+        print(f"  {line}")
     for peer, reason in absent.items():
         print(f"peer {peer:<12} {f'skipped: {reason}' if reason else 'here'}")
     print(f"Records would go to {out / 'ops.jsonl'}.")
 
 
-def _seed_shapes(options: Options, out: Path) -> tuple[list[Record], list[str]]:
+def _line(case: Mapping[str, Scalar]) -> str:
+    return "{op:<24} {dtype:<10} {rows} x {n}".format(**case) + ("  (drawn)" if "drawn" in case else "")
+
+
+def _seed_bench(options: Options) -> SeedBench:
     import torch
 
-    from fuseline.bench.ops import seed_shapes
+    from fuseline.bench.compiling import default_jobs
+    from fuseline.bench.ladder.budget import parse_duration
+    from fuseline.bench.ops import SeedBench
     from fuseline.bench.peers import PEERS
 
     device = torch.device(resolve_device(options.device))
-    if options.dry_run:
-        print(f"{len(seed_shapes.SHAPES)} shapes on {device}; records would go to {out / 'ops.jsonl'}.")
-        return [], []
-    with measuring(48) as observe:
-        records = seed_shapes.run(
-            device,
-            out,
-            observe,
-            quick=options.quick,
-            seed=options.seed,
-            ops=split_names(options.ops),
-            peers=split_names(options.peers) or tuple(PEERS),
-        )
-    return records, []
+    return SeedBench(
+        device,
+        ops=split_names(options.ops),
+        peers=split_names(options.peers) or tuple(PEERS),
+        quick=options.quick,
+        jobs=default_jobs(device) if options.jobs is None else options.jobs,
+        budget_seconds=None if options.budget is None else parse_duration(options.budget),
+        resume=options.resume,
+        seed=options.seed,
+    )
 
 
 def _place(record: Record) -> str:

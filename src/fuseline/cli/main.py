@@ -6,6 +6,7 @@ so that `fuseline --help` answers at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import importlib
@@ -106,7 +107,18 @@ EXIT_INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     spin_briefly()
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code == EXIT_INTERRUPTED:
+        _leave_at_once(code)
+    sys.exit(code)
+
+
+def _leave_at_once(code: int) -> NoReturn:
+    """End the process without waiting for its threads, in which native code may compute for many seconds."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -142,8 +154,8 @@ def run(arguments: list[str]) -> int:
     except InputError as error:
         _complain(str(error))
         return EXIT_INPUT
-    except KeyboardInterrupt:
-        _complain("Interrupted.")
+    except KeyboardInterrupt as interrupt:
+        _complain(str(interrupt) or "Interrupted.")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader went away (`| head`): not our error, and nothing is left to say it to.

@@ -23,7 +23,7 @@ from fuseline.cli.options import Recorded, Seeded, resolve_device
 from fuseline.cli.train_options import FLAGS, config_options, given_options, option
 from fuseline.cli.train_progress import TrainProgress, plan_table
 from fuseline.errors import InputError
-from fuseline.training.config import PRESETS, TrainConfig, continued, preset
+from fuseline.training.config import PRESETS, TrainConfig, continued, is_spread, preset, spread
 
 _DEFAULT_PRESET = "tiny"
 
@@ -84,7 +84,7 @@ def _begun(options: Any) -> TrainConfig:
             if name in given:
                 flag = FLAGS.get(name, name).replace("_", "-")
                 raise InputError(f"--{flag} is decided by the weights of --init-from: leave it out.")
-    return preset(options.preset or _DEFAULT_PRESET, **given)
+    return preset(options.preset or _DEFAULT_PRESET, **spread(given))
 
 
 def _resumed(options: Any) -> TrainConfig:
@@ -96,7 +96,8 @@ def _resumed(options: Any) -> TrainConfig:
     if options.preset is not None:
         raise InputError("--resume takes the run's own configuration: leave --preset out.")
     saved, _ = peek(options.out / LATEST)
-    return continued(saved, given_options(options, TrainConfig))
+    given = given_options(options, TrainConfig)
+    return continued(saved, spread(given) if is_spread(saved) else given)
 
 
 def _tell(config: TrainConfig, folder: Path, device: str, options: Any, console: Console) -> int:

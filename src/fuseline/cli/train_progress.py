@@ -104,13 +104,19 @@ def plan_table(plan: Plan) -> Table:
         ("model", f"{plan.parameters / 1e6:.2f}M parameters, {plan.vocab_size} tokens in its vocabulary"),
         ("device", f"{plan.device}, {plan.processes} process(es), {plan.precision}, {plan.execution}"),
         ("kernels", f"{plan.kernels}; {_REPEATABLE[plan.deterministic]}"),
-        ("steps", f"{plan.start} to {plan.steps}, {plan.tokens_per_step:,} tokens each"),
+        ("steps", f"{plan.start} to {plan.steps}{_or_minutes(plan)}, {plan.tokens_per_step:,} tokens each"),
+        ("warm-up", f"{plan.warmup_steps:,} steps"),
+        ("validations", plan.validations),
         ("memory", f"about {plan.memory_bytes / 2**30:.2f} GiB a process"),
         ("folder", str(plan.folder)),
     ]
     if plan.train_tokens is not None:
         rows.insert(1, ("data", f"{plan.train_tokens:,} tokens, {plan.validation_tokens:,} for validation"))
     return _table(rows)
+
+
+def _or_minutes(plan: Plan) -> str:
+    return "" if plan.minutes is None else f" or to {plan.minutes:g} minutes of training"
 
 
 def result_table(result: TrainResult) -> Table:

@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from fuseline.data.background import background
 from fuseline.data.parallel import SPLITS, ParallelCorpus
 from fuseline.data.tokenizers import check_largest, parsed_tokenizer
 from fuseline.errors import InputError
@@ -56,7 +57,9 @@ class PairTokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        inner.train_from_iterator((_led(text) for text in texts), trainer)
+        led = (_led(text) for text in texts)
+        with background(1) as pool:
+            pool.submit(inner.train_from_iterator, led, trainer).result()
         return cls(inner, languages)
 
     @property

@@ -12,7 +12,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 from typing_extensions import TypedDict
 
+from fuseline.data.background import background
 from fuseline.data.corpora import Corpus
 from fuseline.data.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from fuseline.errors import InputError
@@ -149,7 +150,7 @@ def _tokenize(corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Prog
 def _encoded(tokenizer: Tokenizer, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, list[list[int]]]]:
     """Each batch with its tokens, in order. Two batches are encoded at a time while others are read and
     written, because the last long document of a single batch would leave most cores without work."""
-    with ThreadPoolExecutor(2) as pool:
+    with background(2) as pool:
         ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
             ahead.append((batch, pool.submit(tokenizer.encode_batch, [text for _, text in batch])))

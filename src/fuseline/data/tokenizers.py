@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from fuseline.data.background import background
 from fuseline.data.corpora import Corpus
 from fuseline.errors import InputError, first_line, unknown_name
 from fuseline.files.schema import parse_json, read_object, shown
@@ -118,7 +119,8 @@ class ByteBPETokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        with background(1) as pool:
+            pool.submit(inner.train_from_iterator, texts, trainer).result()
         return cls(inner)
 
     @property

@@ -71,8 +71,9 @@ def conduct(
         writers: further writers of figures, in the first process.
         afterwards: what is left to do when the training has ended.
 
-    Ctrl-C or SIGTERM stop after the step in hand and leave a checkpoint (outcome `interrupted`); a second one
-    interrupts at once. Raises `InputError` for what the user can mend.
+    Ctrl-C or SIGTERM before the first step raise `KeyboardInterrupt`. Later they stop after the step in hand
+    and leave a checkpoint (outcome `interrupted`); a second one interrupts at once. Raises `InputError` for
+    what the user can mend.
     """
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(device))

@@ -90,6 +90,11 @@ class TrainConfig:
 
     log_interval: int = described(10, "steps between two looks at the device")
     eval_interval: int = described(100, "steps between validations; 0 for none but the last")
+    eval_seconds: Optional[float] = described(
+        None,
+        "also a validation whenever this much training time has passed without one (default: a twentieth of "
+        "minutes if those are given without an eval_interval)",
+    )
     eval_batches: int = described(20, "batches a validation")
     checkpoint_interval: int = described(100, "steps between checkpoints; 0 for none but the last")
     checkpoint_seconds: Optional[float] = described(None, "also a checkpoint whenever this time has passed")
@@ -104,7 +109,7 @@ class TrainConfig:
         check_bounds(
             self,
             least={**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)},
-            positive=("minutes", "patience", "checkpoint_seconds", "learning_rate"),
+            positive=("minutes", "patience", "eval_seconds", "checkpoint_seconds", "learning_rate"),
             shares=("beta1", "beta2"),
             not_negative=("min_learning_rate", "weight_decay", "grad_clip"),
         )
@@ -115,10 +120,10 @@ class TrainConfig:
                 f"validation_fraction is {self.validation_fraction}; it is a share of the text, "
                 "between 0 and 1."
             )
-        if self.patience is not None and not self.eval_interval:
+        if self.patience is not None and not self.eval_interval and self.eval_seconds is None:
             raise InputError(
                 f"patience {self.patience} counts validations, but with eval_interval 0 there is none before "
-                "the last step. Give an eval_interval, or leave patience out."
+                "the last step. Give an eval_interval or eval_seconds, or leave patience out."
             )
         self.model_config(self.vocab_size or 1)
 
@@ -150,6 +155,8 @@ class TrainConfig:
         return self.batch_size * self.block_size * self.accumulation
 
 
+CURVE_POINTS = 20  # validations of a run that ends by the clock
+
 # What may differ between a run and its continuation. All else decides the weights, and is the checkpoint's.
 FREE_ON_RESUME = frozenset(
     {
@@ -161,6 +168,7 @@ FREE_ON_RESUME = frozenset(
         "deterministic",
         "log_interval",
         "eval_interval",
+        "eval_seconds",
         "eval_batches",
         "checkpoint_interval",
         "checkpoint_seconds",
@@ -223,6 +231,20 @@ def preset(name: str, **overrides: Any) -> TrainConfig:
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     return changed(PRESETS[name], overrides)
+
+
+def spread(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the `eval_seconds` that spread CURVE_POINTS validations over its minutes: who limits the
+    time and does not say when to validate wants to see the loss over that time. Intervals in steps, chosen
+    for a run of any length, may give one point, or none."""
+    if "minutes" not in given or "eval_interval" in given or "eval_seconds" in given:
+        return dict(given)
+    return {**given, "eval_seconds": 60 * given["minutes"] / CURVE_POINTS}
+
+
+def is_spread(config: TrainConfig) -> bool:
+    """Whether its validations are those that `spread` chose for its minutes."""
+    return config.minutes is not None and config.eval_seconds == 60 * config.minutes / CURVE_POINTS
 
 
 def as_dict(config: TrainConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fuseline.training.distributed import Group
 from fuseline.training.memory_estimate import estimated_bytes
 from fuseline.training.preparation import check_machine, check_vacant, resolved
 from fuseline.training.reporter import Plan
+from fuseline.training.schema import when_validated
 
 # Sizes known without the data. A character tokenizer has one id a character of its text: 65 in Shakespeare's.
 _VOCAB_SIZES = {"gpt2": 50257, "bpe": 1000, "char": 65}
@@ -50,6 +51,9 @@ def dry_run(config: TrainConfig, *, folder: Path, device: str, resume: bool = Fa
         vocab_size=vocab_size,
         steps=config.steps,
         start=start,
+        minutes=config.minutes,
+        warmup_steps=config.warmup_steps,
+        validations=when_validated(config.eval_interval, config.eval_seconds),
         tokens_per_step=config.tokens_per_step,
         train_tokens=None,
         validation_tokens=None,

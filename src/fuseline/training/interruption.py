@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which the loop grants between two steps."""
+"""Ctrl-C and SIGTERM: they stop what comes before the first step at once, and are then a wish that the loop
+grants between two steps."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ from collections.abc import Iterator
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+BEFORE_THE_FIRST_STEP = "Interrupted before the first step, so there was nothing to save."
 
 
 class Interruption:
-    """`wanted` becomes true at the first signal, which is answered at once. A second one interrupts."""
+    """Until `steps_begin` a signal interrupts: nothing was learned that could be saved. From then on `wanted`
+    becomes true at the first signal, which is answered at once, and a second one interrupts."""
 
     def __init__(self) -> None:
         self.wanted = False
+        self._finishes_steps = False
+
+    def steps_begin(self) -> None:
+        self._finishes_steps = True
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self._finishes_steps:
+            raise KeyboardInterrupt(BEFORE_THE_FIRST_STEP)
         if self.wanted:
             raise KeyboardInterrupt
         self.wanted = True

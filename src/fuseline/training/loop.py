@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fuseline.errors import InputError
+from fuseline.files.reading import is_there
 from fuseline.timing import peak_memory_gib
 from fuseline.training.distributed import Group
 from fuseline.training.interruption import Interruption
-from fuseline.training.metrics import Writer
+from fuseline.training.metrics import METRICS, Writer, read_metrics
 from fuseline.training.optimizer import set_learning_rate
 from fuseline.training.pace import Stopwatch
 from fuseline.training.reporter import Pace, Plan, Reporter, TrainResult
@@ -39,6 +40,8 @@ class LoopConfig(Protocol):
     def log_interval(self) -> int: ...
     @property
     def eval_interval(self) -> int: ...
+    @property
+    def eval_seconds(self) -> float | None: ...
     @property
     def sample_interval(self) -> int: ...
     @property
@@ -90,6 +93,16 @@ class LoopRun(Protocol):
     def close(self) -> None: ...
 
 
+class Wishes(NamedTuple):
+    """What is to be done at the next look for another reason than an interval's: stop because a signal came
+    or because time is up, save or validate because it is time."""
+
+    interrupted: bool
+    out_of_time: bool
+    save: bool
+    validate: bool
+
+
 class Loop:
     """Takes a run from where it is to its end. `writers` are the first process's; the others have none."""
 
@@ -105,31 +118,36 @@ class Loop:
         self._looked = (run.taken, run.stopwatch.seconds, 0.0)  # step, training seconds, seconds of data wait
         self._saved_step, self._saved_at, self._is_saved = run.taken, time.monotonic(), True
         self._validated_step, self._validation_loss = -1, math.nan
+        self._validated_at = run.stopwatch.seconds
+        self._since_best = self.group.agreed(_validations_since_best(run) if self.group.is_first else 0)
         self._pace: Pace | None = None
 
     def to_the_end(self) -> TrainResult:
         run, config = self.run, self.config
         self.reporter.began(run.plan())
-        if run.taken == 0 and config.eval_interval:
+        if run.taken == 0 and (config.eval_interval or config.eval_seconds is not None):
             self._validate()
+        self.interruption.steps_begin()
         outcome = "finished"
         while run.taken < config.steps:
             self._advance()
             if not self._is_look_due():
                 continue
             self._look()
-            interrupted, out_of_time, save_by_clock = self._agreed_wishes()
-            if self._is_multiple(config.eval_interval):
+            wishes = self._agreed_wishes()
+            if wishes.validate or self._is_multiple(config.eval_interval):
                 self._validate()
             if self._is_multiple(config.sample_interval):
                 self._sample()
-            if interrupted or save_by_clock or self._is_multiple(config.checkpoint_interval):
+            if wishes.interrupted or wishes.save or self._is_multiple(config.checkpoint_interval):
                 self._save()
-            if interrupted or out_of_time or self._is_patience_up():
-                outcome = "interrupted" if interrupted else "time" if out_of_time else "patience"
+            if wishes.interrupted or wishes.out_of_time or self._is_patience_up():
+                outcome = (
+                    "interrupted" if wishes.interrupted else "time" if wishes.out_of_time else "patience"
+                )
                 break
             run.stopwatch.start()
-        if outcome != "interrupted" and self._validated_step != run.taken:
+        if outcome != "interrupted" and not self._validated_here:
             self._validate()
         if not self._is_saved:
             self._save()
@@ -167,26 +185,28 @@ class Loop:
         # Several processes look together or not at all; one may also look whenever it has a reason.
         return self.group.world_size == 1 and any(self._wishes())
 
-    def _wishes(self) -> tuple[bool, bool, bool]:
-        """Whether to stop because a signal came, to stop because time is up, to save because it is time."""
-        minutes, seconds = self.config.minutes, self.config.checkpoint_seconds
-        return (
-            self.interruption.wanted,
-            minutes is not None and self.run.stopwatch.seconds >= 60 * minutes,
-            seconds is not None and time.monotonic() - self._saved_at >= seconds,
+    def _wishes(self) -> Wishes:
+        config, trained = self.config, self.run.stopwatch.seconds
+        return Wishes(
+            interrupted=self.interruption.wanted,
+            out_of_time=config.minutes is not None and trained >= 60 * config.minutes,
+            save=_is_past(time.monotonic() - self._saved_at, config.checkpoint_seconds),
+            validate=_is_past(trained - self._validated_at, config.eval_seconds),
         )
 
-    def _agreed_wishes(self) -> tuple[bool, bool, bool]:
+    def _agreed_wishes(self) -> Wishes:
         """The clocks' wishes are the first process's, a signal's any process's."""
         wishes = self.group.gathered(self._wishes())
-        return any(signalled for signalled, _, _ in wishes), wishes[0][1], wishes[0][2]
+        return wishes[0]._replace(interrupted=any(each.interrupted for each in wishes))
 
     def _is_patience_up(self) -> bool:
-        """Whether the last `patience` validations found nothing better."""
-        config, run = self.config, self.run
-        if config.patience is None or not self._is_multiple(config.eval_interval):
-            return False
-        return run.taken - run.best_step >= config.patience * config.eval_interval
+        """Whether the last `patience` validations, of which one came just now, found nothing better."""
+        patience = self.config.patience
+        return patience is not None and self._validated_here and self._since_best >= patience
+
+    @property
+    def _validated_here(self) -> bool:
+        return self._validated_step == self.run.taken
 
     def _look(self) -> None:
         """Wait for the steps queued so far, take their losses, tell how fast they went. The clock stops."""
@@ -245,7 +265,9 @@ class Loop:
         figures = run.validate()
         loss = figures["loss"]
         self._validated_step, self._validation_loss = run.taken, loss
+        self._validated_at = run.stopwatch.seconds
         best = run.note_validation(figures)
+        self._since_best = 0 if best else self._since_best + 1
         self._is_saved = False
         clock = {"seconds": run.stopwatch.seconds}
         self._write([{"kind": "validation", "step": run.taken, **figures, **clock, "best": best}])
@@ -288,6 +310,17 @@ class Loop:
             peak_memory_gib=peak_memory_gib(self.group.device),
             data_wait_share=None if tokens_per_s is None else run.batches.wait_seconds / seconds,
         )
+
+
+def _is_past(elapsed: float, seconds: float | None) -> bool:
+    return seconds is not None and elapsed >= seconds
+
+
+def _validations_since_best(run: LoopRun) -> int:
+    """How many of the run's validations before it was resumed came after its best."""
+    path = run.folder / METRICS
+    entries = read_metrics(path) if run.taken and is_there(path) else []
+    return sum(entry["kind"] == "validation" and entry["step"] > run.best_step for entry in entries)
 
 
 def _finite(value: float) -> float | None:

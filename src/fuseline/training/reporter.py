@@ -11,7 +11,8 @@ from typing import Optional, Protocol
 @dataclass(frozen=True)
 class Plan:
     """What a run is about to do. `kernels` says in words whose kernels compute the step; `deterministic` says
-    whether the run is repeatable to the bit; `memory_bytes` is an estimate; `start` is the first step."""
+    whether the run is repeatable to the bit; `memory_bytes` is an estimate; `start` is the first step;
+    `minutes` of training end the run if its steps do not; `validations` says in words when it validates."""
 
     folder: Path
     device: str
@@ -24,6 +25,9 @@ class Plan:
     vocab_size: int
     steps: int
     start: int
+    minutes: Optional[float]
+    warmup_steps: int
+    validations: str
     tokens_per_step: int
     train_tokens: Optional[int]
     validation_tokens: Optional[int]

@@ -25,6 +25,7 @@ from fuseline.training.pace import Stopwatch
 from fuseline.training.random_state import random_state
 from fuseline.training.reporter import Plan
 from fuseline.training.schedule import CosineSchedule
+from fuseline.training.schema import when_validated
 from fuseline.training.step import TrainStep
 from fuseline.training.stream import Stream
 
@@ -158,6 +159,9 @@ class Run:
             vocab_size=self.dataset.vocab_size,
             steps=self.config.steps,
             start=self.taken,
+            minutes=self.config.minutes,
+            warmup_steps=self.config.warmup_steps,
+            validations=when_validated(self.config.eval_interval, self.config.eval_seconds),
             tokens_per_step=self.config.tokens_per_step,
             train_tokens=len(self.dataset.train),
             validation_tokens=len(self.dataset.validation),

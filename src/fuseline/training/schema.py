@@ -64,6 +64,14 @@ def check_optimizer_state(state: str, precision: str) -> None:
         )
 
 
+def when_validated(eval_interval: int, eval_seconds: float | None) -> str:
+    """When a run validates, in words."""
+    times = [f"every {eval_interval:,} steps"] if eval_interval else []
+    if eval_seconds is not None:
+        times.append(f"after {eval_seconds:g} s of training without one")
+    return ", and ".join([*times, "at the end"])
+
+
 def changed(config: Config, overrides: Mapping[str, Any]) -> Config:
     """`config` with some fields replaced; `InputError` for a field there is not."""
     known = [f.name for f in fields(config)]

@@ -26,8 +26,9 @@ def train(
 ) -> TrainResult:
     """Train a GPT as `config` says, in `folder`: metrics, checkpoints and the tokenizer are written there.
 
-    Under `torchrun` every process calls this alike. Ctrl-C or SIGTERM stop after the step in hand and leave a
-    checkpoint (outcome `interrupted`); a second one interrupts at once.
+    Under `torchrun` every process calls this alike. Ctrl-C or SIGTERM before the first step raise
+    `KeyboardInterrupt`. Later they stop after the step in hand and leave a checkpoint (outcome
+    `interrupted`); a second one interrupts at once.
 
     Args:
         config: see `TrainConfig`; `auto` fields are decided for `device`.

@@ -28,6 +28,7 @@ from fuseline.training.pace import Stopwatch
 from fuseline.training.random_state import random_state
 from fuseline.training.reporter import Plan
 from fuseline.training.schedule import CosineSchedule
+from fuseline.training.schema import when_validated
 from fuseline.training.step import TrainStep
 from fuseline.training.translation_config import TranslateConfig, as_dict
 
@@ -45,6 +46,10 @@ class Intervals:
     log_interval: int
     eval_interval: int
     checkpoint_seconds: Optional[float]
+
+    @property
+    def eval_seconds(self) -> None:
+        """Validations go by epochs alone."""
 
     @property
     def checkpoint_interval(self) -> int:
@@ -200,6 +205,9 @@ class TranslationRun:
             vocab_size=self.dataset.tokenizer.vocab_size,
             steps=self.config.steps,
             start=self.taken,
+            minutes=self.config.minutes,
+            warmup_steps=self.settings.warmup_steps,
+            validations=when_validated(self.config.eval_interval, self.config.eval_seconds),
             tokens_per_step=self.tokens_per_step,
             train_tokens=self.batches.tokens,
             validation_tokens=self.validation.tokens,

@@ -28,7 +28,7 @@ def test_a_processor_runs_eager_and_says_why_not_the_rest() -> None:
         SETTINGS,
         observe=lambda *event: seen.append(event),
     )
-    eager, cudagraphs, reduce_overhead = outcomes
+    eager, cudagraphs, reduce_overhead = [*outcomes]
     assert eager.measured is not None
     assert len(eager.measured.times_ms) == 6
     assert all(
@@ -57,7 +57,8 @@ def test_what_does_not_fit_together_runs_alone_and_unpaired(
 
     monkeypatch.setattr(contest, "prepare", prepare)
     monkeypatch.setattr(comparison, "why_not", lambda backend, device: None)
-    outcomes = compare(VIT, find_backends(tuple(BACKENDS)), None, SETTINGS, observe=lambda *_: None)
+    found = find_backends(tuple(BACKENDS))
+    outcomes = [*compare(VIT, found, None, SETTINGS, beside=found[0], observe=lambda *_: None)]
     cudagraphs = next(outcome for outcome in outcomes if outcome.backend.name == "cudagraphs")
     assert cudagraphs.skipped == "does not fit in this device's memory, even alone"
     others = [outcome for outcome in outcomes if outcome is not cudagraphs]
@@ -72,6 +73,6 @@ def test_convolutions_are_autotuned_during_the_comparison_only(monkeypatch: pyte
     during = []
     monkeypatch.setattr(Contest, "take_turns", lambda *_: during.append(torch.backends.cudnn.benchmark))
     before = torch.backends.cudnn.benchmark
-    compare(VIT, find_backends(("eager",)), None, SETTINGS, observe=lambda *_: None)
+    list(compare(VIT, find_backends(("eager",)), None, SETTINGS, observe=lambda *_: None))
     assert during == [True]
     assert torch.backends.cudnn.benchmark is before

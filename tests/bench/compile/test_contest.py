@@ -12,7 +12,7 @@ import torch
 from fuseline.bench.compile import contest as contest_module
 from fuseline.bench.compile.backends import BACKENDS, Backend
 from fuseline.bench.compile.contender import Contender
-from fuseline.bench.compile.contest import Contest
+from fuseline.bench.compile.contest import OUT_OF_TIME, Contest
 from fuseline.bench.compile.outcome import Measured, Outcome, Settings
 from fuseline.bench.compile.workloads import PRESETS
 from fuseline.errors import InputError
@@ -57,6 +57,52 @@ def test_turns_go_there_and_back_and_the_ratio_is_eagers_time_over_the_others(
     assert (inductor.paired.value, inductor.paired.n) == (1.5, 2)
     assert cudagraphs.paired.value == 0.75
     assert len(inductor.times_ms) == 11
+
+
+def test_a_companion_runs_short_blocks_and_has_no_outcome(
+    monkeypatch: pytest.MonkeyPatch, scripted: Maker
+) -> None:
+    speeds = {"eager": 3.0, "inductor": 2.0}
+    contest, log = new_contest(monkeypatch, lambda b, log: scripted(b, log, speeds[b.name]), iterations=1000)
+    contest.admit(EAGER, NEVER, as_companion=True)
+    contest.admit(INDUCTOR, NEVER)
+    contest.take_turns(NEVER)
+    assert log[:4] == ["eager 5", "inductor 50", "inductor 50", "eager 5"]
+    (outcome,) = contest.outcomes().values()
+    assert outcome.backend is INDUCTOR
+    assert len(measured(outcome).times_ms) == 1000
+    paired = measured(outcome).paired
+    assert paired is not None
+    assert (paired.value, paired.n) == (1.5, 20)
+    assert measured(outcome).loss_error == 0.0
+
+
+def test_a_companion_does_not_run_for_a_backend_that_failed(
+    monkeypatch: pytest.MonkeyPatch, scripted: Maker
+) -> None:
+    def script(backend: Backend, log: list[str]) -> Contender:
+        if backend is INDUCTOR:
+            raise NotImplementedError("no compiler today")
+        return scripted(backend, log, 1.0)
+
+    contest, log = new_contest(monkeypatch, script)
+    contest.admit(EAGER, NEVER, as_companion=True)
+    contest.admit(INDUCTOR, NEVER)
+    contest.take_turns(NEVER)
+    assert contest.outcomes().keys() == {"inductor"}
+    assert log == []
+
+
+def test_a_companions_time_is_counted_before_a_deadline(
+    monkeypatch: pytest.MonkeyPatch, scripted: Maker
+) -> None:
+    # 300 s: 100 iterations of the companion and 200 of the backend, of 1 s each.
+    contest, _ = new_contest(monkeypatch, lambda b, log: scripted(b, log, 1000.0), iterations=1000)
+    deadline = time.monotonic() + 300.5
+    contest.admit(EAGER, deadline, as_companion=True)
+    contest.admit(INDUCTOR, deadline)
+    contest.take_turns(deadline)
+    assert len(measured(contest.outcomes()["inductor"]).times_ms) in (199, 200)
 
 
 def test_a_thousand_iterations_are_run_in_twenty_blocks(
@@ -157,6 +203,6 @@ def test_what_finds_no_time_is_skipped_and_told_so(monkeypatch: pytest.MonkeyPat
     contest.admit(INDUCTOR, time.monotonic() - 1)
     contest.take_turns(time.monotonic() + 3)
     outcomes = contest.outcomes()
-    assert outcomes["inductor"].skipped == "the time budget was used up before its turn"
-    assert outcomes["eager"].skipped == "the time budget was used up before its turn"
+    assert outcomes["inductor"].skipped == OUT_OF_TIME
+    assert outcomes["eager"].skipped == OUT_OF_TIME
     assert log == ["eager closed"]

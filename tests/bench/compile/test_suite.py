@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fuseline.bench.compile import BACKENDS, MODELS, CompileBench, run
+from fuseline.bench.compile import suite as suite_module
+from fuseline.bench.compile.backends import Backend
+from fuseline.bench.compile.contest import OUT_OF_TIME
+from fuseline.bench.compile.outcome import Measured, Outcome
 from fuseline.errors import InputError
 from fuseline.records import read
 
@@ -60,7 +66,47 @@ def test_records_and_traces_are_written(tmp_path: Path, text: Path) -> None:
 def test_a_budget_leaves_what_there_is_no_time_for(tmp_path: Path, text: Path) -> None:
     records = run(bench(data=str(text), budget_s=1e-9), tmp_path, lambda *_: None)
     reasons = {r.case["reason"] for r in records if r.peer == "eager"}
-    assert reasons == {"the time budget was used up before its turn"}
+    assert reasons == {OUT_OF_TIME}
+
+
+def test_each_backend_is_on_record_before_the_next_and_a_resumed_run_does_the_rest(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "compile.jsonl"
+    asked: list[str] = []
+    most = 1
+
+    def compare(_w: object, backends: Sequence[Backend], *_: object, **__: object) -> Iterator[Outcome]:
+        for number, backend in enumerate(backends):
+            asked.append(backend.name)
+            if number == most:
+                raise KeyboardInterrupt
+            yield Outcome(backend, Measured([1.0] * 6, [0.0] * 6, 1.5, None, None, None))
+            assert read(file)[-1].peer == backend.name
+
+    monkeypatch.setattr(suite_module, "compare", compare)
+    three = bench(models=("vit",), backends=("eager", "inductor", "cudagraphs"), resume=True)
+    for wanted in (["eager", "cudagraphs"], ["cudagraphs", "inductor"]):
+        asked.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run(three, tmp_path, lambda *_: None)
+        assert asked == wanted
+    most = 9
+    for wanted in (["inductor"], []):
+        asked.clear()
+        run(three, tmp_path, lambda *_: None)
+        assert asked == wanted
+    timed = [record.peer for record in read(file) if record.metric == "iteration_ms"]
+    assert timed == ["eager", "cudagraphs", "inductor"]
+
+
+def test_what_found_no_time_is_run_by_a_resumed_run(tmp_path: Path, text: Path) -> None:
+    small = bench(models=("vit",), backends=("eager", "cudagraphs"))
+    run(replace(small, budget_s=1e-9), tmp_path, lambda *_: None)
+    records = run(replace(small, resume=True), tmp_path, lambda *_: None)
+    assert {(r.peer, r.metric) for r in records} >= {("eager", "iteration_ms")}
+    assert "cudagraphs" not in {record.peer for record in records}
+    assert run(replace(small, resume=True), tmp_path, lambda *_: None) == []
 
 
 def test_the_plan_names_what_will_be_skipped() -> None:

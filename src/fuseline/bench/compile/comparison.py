@@ -1,4 +1,5 @@
-"""All backends on one workload: together where memory suffices, so that their times are paired."""
+"""Backends on one workload, one after the other, each beside eager where memory suffices, so that their times
+are paired."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from fuseline.bench.compile.backends import Backend, why_not
+from fuseline.bench.compile.backends import BASELINE, Backend, why_not
 from fuseline.bench.compile.contest import Contest
 from fuseline.bench.compile.outcome import Observer, Outcome, Settings
 from fuseline.bench.compile.workloads import Workload
@@ -25,41 +26,48 @@ def compare(
     dataset: TokenDataset | None,
     settings: Settings,
     *,
+    beside: Backend | None = None,
     deadline: float = math.inf,
     observe: Observer,
-) -> list[Outcome]:
+) -> Iterator[Outcome]:
     """Run `workload` under each of `backends`, until `deadline` (of `time.monotonic`) at the latest.
 
-    All are held in memory at once and take turns; if they do not fit, each runs alone, unpaired. Compiling
-    cannot be interrupted, so it is the iterations that a deadline cuts, evenly for all.
+    Each outcome comes as soon as it is known. A backend takes turns with `beside` (eager); if the two do not
+    fit into memory together, it runs alone, unpaired. Compiling cannot be interrupted, so it is the
+    iterations that a deadline cuts: what is left of the time is shared evenly.
     """
-    able = [backend for backend in backends if why_not(backend, settings.device) is None]
+    left = sum(why_not(backend, settings.device) is None for backend in backends)
 
-    def together(group: Sequence[Backend], until: float) -> dict[str, Outcome] | None:
+    def together(backend: Backend, companion: Backend | None, until: float) -> Outcome | None:
         contest = Contest(workload, dataset, settings, observe)
         try:
             with _convolutions_autotuned():
-                for backend in group:
-                    contest.admit(backend, until)
+                if companion is not None:
+                    contest.admit(companion, until, as_companion=True)
+                contest.admit(backend, until)
                 contest.take_turns(until)
-            return contest.outcomes()
+            return contest.outcomes()[backend.name]
         except torch.OutOfMemoryError:
             return None
         finally:
             contest.close()
 
-    outcomes = together(able, deadline) or {}
-    _free(settings.device)
-    if not outcomes and len(able) > 1:
-        for index, backend in enumerate(able):
-            now = time.monotonic()
-            outcomes |= together([backend], now + (deadline - now) / (len(able) - index)) or {}
+    for backend in backends:
+        reason = why_not(backend, settings.device)
+        if reason is not None:
+            yield Outcome(backend, skipped=reason)
+            continue
+        now = time.monotonic()
+        until = now + (deadline - now) / left
+        left -= 1
+        companions = [None] if beside is None or backend.name == BASELINE else [beside, None]
+        outcome = None
+        for companion in companions:
+            outcome = together(backend, companion, until)
             _free(settings.device)
-    return [
-        outcomes.get(backend.name)
-        or Outcome(backend, skipped=why_not(backend, settings.device) or OUT_OF_MEMORY)
-        for backend in backends
-    ]
+            if outcome is not None:
+                break
+        yield outcome or Outcome(backend, skipped=OUT_OF_MEMORY)
 
 
 @contextlib.contextmanager

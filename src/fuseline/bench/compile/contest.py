@@ -1,4 +1,4 @@
-"""Backends that share a device and take turns on it: A B C D, D C B A, A B C D, ..."""
+"""Backends that share a device and take turns on it: A B, B A, A B, ..."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from fuseline.timing import paired_ratio, ran_out_of_memory
 
 ROUNDS = 20
 SHORTEST_BLOCK = 5
+MOST_BESIDE = ROUNDS * SHORTEST_BLOCK  # iterations of a companion
 FEWEST_ITERATIONS = 6  # under six there is no 95% interval of a median
 LARGEST_LOSS_ERROR = 0.05  # a first loss further from eager's than this is another computation
-OUT_OF_TIME = "the time budget was used up before its turn"
+OUT_OF_TIME = "the time budget was used up before its turn; --resume runs it"
 
 
 class Contest:
     """Admit backends one by one, let them take turns, ask for the outcomes.
 
-    A backend that fails is out, with the reason; `torch.OutOfMemoryError` alone goes through to the caller,
-    who can try with fewer.
+    A companion is there so that the others' times have a ratio to its own: it runs short blocks, is not told
+    of, and has no outcome. A backend that fails is out, with the reason; `torch.OutOfMemoryError` alone goes
+    through to the caller, who can try with fewer.
     """
 
     def __init__(
@@ -39,9 +41,12 @@ class Contest:
         self._contenders: dict[str, Contender] = {}
         self._blocks_ms: dict[str, list[float]] = {}
         self._out: dict[str, Outcome] = {}
+        self._companions: set[str] = set()
 
-    def admit(self, backend: Backend, deadline: float) -> None:
+    def admit(self, backend: Backend, deadline: float, *, as_companion: bool = False) -> None:
         """Build and warm up `backend`, and hold its first loss against eager's."""
+        if as_companion:
+            self._companions.add(backend.name)
         self._tell(backend, "prepare", 0)
         if time.monotonic() >= deadline:
             self._leave(backend, OUT_OF_TIME)
@@ -62,27 +67,28 @@ class Contest:
 
     def take_turns(self, deadline: float) -> None:
         """Run the admitted in blocks, there and back; a round that ends past `deadline` is the last."""
-        blocks = self._plan(deadline)
+        blocks = self._plan(deadline) if self._timed else []
         done = 0
         for number, iterations in enumerate(blocks):
             turns = list(self._contenders.values())
             done += iterations
             for contender in turns if number % 2 == 0 else reversed(turns):
+                is_companion = contender.backend.name in self._companions
                 try:
-                    times_ms = contender.run(iterations)
+                    times_ms = contender.run(min(iterations, SHORTEST_BLOCK) if is_companion else iterations)
                 except Exception as error:
                     self._leave(contender.backend, _reason(contender.backend, error))
                     continue
                 self._blocks_ms.setdefault(contender.backend.name, []).append(statistics.fmean(times_ms))
                 self._tell(contender.backend, "run", done)
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or not self._timed:
                 break
         for contender in list(self._contenders.values()):
             if not math.isfinite(contender.last_loss):
                 self._leave(contender.backend, f"its loss was {contender.last_loss} after {done} iterations")
 
     def outcomes(self) -> dict[str, Outcome]:
-        """By name, of every backend that was admitted or turned away."""
+        """By name, of every backend that was admitted or turned away, companions left out."""
         eager_ms = self._blocks_ms.get(BASELINE) if BASELINE in self._contenders else None
         for name, contender in self._contenders.items():
             paired = None
@@ -99,7 +105,7 @@ class Contest:
                     paired=paired,
                 ),
             )
-        return self._out
+        return {name: outcome for name, outcome in self._out.items() if name not in self._companions}
 
     def close(self) -> None:
         for contender in self._contenders.values():
@@ -108,16 +114,26 @@ class Contest:
 
     def _plan(self, deadline: float) -> list[int]:
         """Iterations of each block: as many in all as were asked for, or as the deadline leaves time for."""
-        round_s = sum(contender.warm_ms for contender in self._contenders.values()) / 1e3
         iterations = self._settings.iterations
-        if round_s and math.isfinite(deadline):
-            iterations = min(iterations, int((deadline - time.monotonic()) / round_s))
+        if math.isfinite(deadline):
+            iterations = min(iterations, self._affordable(deadline - time.monotonic()))
         if iterations < min(FEWEST_ITERATIONS, self._settings.iterations):
             for contender in list(self._contenders.values()):
                 self._leave(contender.backend, OUT_OF_TIME)
             return []
         rounds = max(1, min(ROUNDS, iterations // SHORTEST_BLOCK))
         return [iterations // rounds + (number < iterations % rounds) for number in range(rounds)]
+
+    def _affordable(self, seconds: float) -> int:
+        """Iterations that there is time for, a companion's shorter blocks beside them."""
+        timed_s = sum(contender.warm_ms for contender in self._timed) / 1e3
+        beside_s = sum(contender.warm_ms for contender in self._contenders.values()) / 1e3 - timed_s
+        in_step = seconds / (timed_s + beside_s)
+        return int(in_step if in_step <= MOST_BESIDE else (seconds - MOST_BESIDE * beside_s) / timed_s)
+
+    @property
+    def _timed(self) -> list[Contender]:
+        return [c for name, c in self._contenders.items() if name not in self._companions]
 
     def _loss_error(self, contender: Contender) -> float | None:
         eager = self._contenders.get(BASELINE)
@@ -133,6 +149,8 @@ class Contest:
         self._tell(backend, "skip", 0)
 
     def _tell(self, backend: Backend, phase: str, done: int) -> None:
+        if backend.name in self._companions:
+            return
         self._observe(self._workload.name, backend.name, phase, done, self._settings.iterations)
 
 

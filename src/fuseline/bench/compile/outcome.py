@@ -12,7 +12,8 @@ from fuseline.timing import Ratio
 
 Observer = Callable[[str, str, str, int, int], None]
 """Called with model, backend, phase ("prepare", "run" or "skip"), iterations done, iterations in all; once
-before a model's first backend with "data" and "read"."""
+before a model's first backend with "data" and "read". What an earlier run measured is told as "run" to its
+end."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 
 from fuseline import native
+from fuseline.bench import earlier
 from fuseline.bench.compiling import MOST_COMPILING, OWN_CLOCK, Compilers, tuned_here
 from fuseline.bench.ladder.budget import Budget
-from fuseline.bench.linear import earlier, on_cpu
+from fuseline.bench.linear import on_cpu
 from fuseline.bench.linear.contenders import PEERS, CannotError, make_calls, version
 from fuseline.bench.linear.problems import (
     ALL_FORMATS,

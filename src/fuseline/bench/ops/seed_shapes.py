@@ -13,29 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config
 
-from fuseline.bench.failure import describe_failure
-from fuseline.bench.ops.accuracy import errors_of
-from fuseline.bench.ops.bound import BoundCase, Computation
-from fuseline.bench.ops.captured import Captured, capture_peer, rotation
-from fuseline.bench.ops.launches import count_launches
-from fuseline.bench.ops.measure import LARGEST_ERROR, OURS
-from fuseline.bench.ops.results import SUITE, skip_record
-from fuseline.bench.peers import PEERS, Peer, UnsupportedError, find_peers
+from fuseline.bench.ops.bound import BoundCase
 from fuseline.bench.peers.plain import hidden_keys
-from fuseline.errors import InputError
 from fuseline.ops import Case, Op, get
 from fuseline.ops.op import Outputs
-from fuseline.records import Environment, Record, append, describe
 from fuseline.records.record import Scalar
-from fuseline.timing import paired_ratio, summarize, time_steps
 
 TOKENS, HEADS = 1024, 8
 LENGTHS = (16, 32, 64, 128, 256, 512)
@@ -89,9 +77,6 @@ SHAPES = (
     ),
 )
 QUICK = (SHAPES[2], SHAPES[10], SHAPES[-1])
-ROUNDS, CALLS, WARMUP = 10, 50, 10
-
-Observer = Callable[[str, int, int], None]
 
 
 def _composed_softmax(
@@ -141,41 +126,6 @@ class Composed:
 COMPOSED = Composed()
 
 
-def run(
-    device: torch.device,
-    out: Path,
-    observe: Observer,
-    *,
-    quick: bool,
-    seed: int,
-    ops: tuple[str, ...] = (),
-    peers: tuple[str, ...] = tuple(PEERS),
-) -> list[Record]:
-    """Measure every shape of `ops` (all if none is named) by `peers` and by composition; records are appended
-    to `<out>/ops.jsonl`, with section "seed"."""
-    shapes = [shape for shape in (QUICK if quick else SHAPES) if not ops or shape.op in ops]
-    if not shapes:
-        raise InputError(f"--seed-shapes are of softmax and layer_norm, and --ops names {', '.join(ops)}.")
-    records: list[Record] = []
-    file = out / f"{SUITE}.jsonl"
-    here: list[Peer] = [COMPOSED]
-    for peer in find_peers((OURS, *peers)):
-        if reason := peer.why_not(device):
-            records.append(skip_record(peer, reason, {"op": "all"}, describe(device)))
-        else:
-            here.append(peer)
-    append(file, records)
-    for number, shape in enumerate(shapes):
-        observe(str(shape), number, len(shapes))
-        with torch._functorch.config.patch("donated_buffer", False):  # a second backward over the same graph
-            new = _measure(shape, here, device, quick, seed)
-        append(file, new)
-        records += new
-        torch.compiler.reset()
-    observe("done", len(shapes), len(shapes))
-    return records
-
-
 def bind(shape: Shape, device: torch.device, seed: int) -> BoundCase:
     """Inputs as the homework's tests draw them: softmax with a mask of keys [B, 1, 1, S]."""
     draw: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(seed)}
@@ -197,101 +147,3 @@ def bind(shape: Shape, device: torch.device, seed: int) -> BoundCase:
     grad_out = torch.randn(shape.shape, **draw).to(shape.dtype)
     op = get(shape.op)
     return BoundCase(op, Case("homework", shape.shape), shape.dtype, inputs, leaves, (grad_out,))
-
-
-def _measure(
-    shape: Shape, peers: Sequence[Peer], device: torch.device, quick: bool, seed: int
-) -> list[Record]:
-    bound = bind(shape, device, seed)
-    truth, environment = bound.truth(), describe(device)
-    able, records = [], []
-    for peer in peers:
-        try:
-            errors = errors_of(Computation.of(peer, bound), truth)
-        except UnsupportedError as reason:
-            why: str | None = str(reason)
-        except Exception as error:  # a peer's compiler may raise anything, and the others still count
-            if peer.name in (OURS, COMPOSED.name):
-                raise
-            why = describe_failure(error)
-        else:
-            wrong = errors.worst > LARGEST_ERROR
-            why = f"computes something else: error {errors.worst:.2g} against float64" if wrong else None
-            if wrong and peer.name == OURS:
-                raise InputError(f"{shape} by {peer.name} is wrong: error {errors.worst:.2g}.")
-        if why is None:
-            able.append(peer)
-        else:
-            records.append(skip_record(peer, why, {**shape.case, **_PLACE, "captured": False}, environment))
-    for direction in ("fw", "bw"):
-        place = {**shape.case, **_PLACE, "direction": direction}
-        with torch.set_grad_enabled(direction == "bw"):
-            calls = {peer.name: _call(peer, bound, direction) for peer in able}
-            samples = _take_turns(calls, device, quick)
-            # On a CPU torch's operators are counted, and compiled code calls none.
-            counted = [peer.name for peer in able if device.type == "cuda" or not peer.compiles]
-            launches = {name: count_launches(calls[name], device) for name in counted}
-        records += _records(samples, launches, {**place, "captured": False}, environment)
-        if device.type == "cuda":
-            sets = [bind(shape, device, seed + 1 + i) for i in range(rotation(bound.bytes_moved("fw")))]
-            graphs: dict[str, Captured] = {}
-            for peer in able:
-                try:
-                    graphs[peer.name] = capture_peer(peer, sets, direction, device)
-                except Exception as error:  # one that waits for the device cannot be captured
-                    if peer.name == OURS:
-                        raise
-                    why = f"cannot be captured in a CUDA graph: {describe_failure(error)}"
-                    records.append(skip_record(peer, why, {**place, "captured": True}, environment))
-            replays: dict[str, list[float]] = {name: [] for name in graphs}
-            for number in range(ROUNDS):
-                for name in graphs if number % 2 == 0 else reversed(list(graphs)):
-                    replays[name].append(graphs[name].time(10).median)
-            records += _records(replays, {}, {**place, "captured": True}, environment)
-    return records
-
-
-_PLACE: Mapping[str, Scalar] = {"direction": "fw", "section": "seed"}
-
-
-def _call(peer: Peer, bound: BoundCase, direction: str) -> Callable[[], object]:
-    if direction == "fw":
-        return Computation.of(peer, bound.without_gradients()).forward
-    return Computation.of(peer, bound).backward()
-
-
-def _take_turns(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, quick: bool
-) -> dict[str, list[float]]:
-    """Microseconds a call, host and all, of each round by name; every other round goes backwards."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        time_steps(call, device, steps=WARMUP)
-    for number in range(2 if quick else ROUNDS):
-        for name in calls if number % 2 == 0 else reversed(list(calls)):
-            samples[name].append(1e3 * time_steps(calls[name], device, steps=5 if quick else CALLS))
-    return samples
-
-
-def _records(
-    samples: Mapping[str, list[float]],
-    launches: Mapping[str, int],
-    place: Mapping[str, Scalar],
-    environment: Environment,
-) -> list[Record]:
-    records = []
-    for name, times in samples.items():
-        time = summarize(times)
-        figures: list[tuple[str, float, float | None, float | None]] = [
-            ("time_us", time.median, time.low, time.high)
-        ]
-        if name != OURS:
-            ratio = paired_ratio(times, samples[OURS])
-            figures.append(("paired_speedup", ratio.value, ratio.low, ratio.high))
-        if name in launches:
-            figures.append(("launches", float(launches[name]), None, None))
-        records += [
-            Record.of(SUITE, place, metric, value, environment, peer=name, low=low, high=high, n=time.n)
-            for metric, value, low, high in figures
-        ]
-    return records

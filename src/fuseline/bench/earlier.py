@@ -12,12 +12,13 @@ Done = tuple[str, frozenset[tuple[str, Scalar]]]
 """A contender, and the case that it computed or refused."""
 
 
-def measured(file: Path, environment: Environment) -> set[Done]:
-    """By runs with the same GPU, torch and commit."""
+def measured(file: Path, environment: Environment, metric: str = "time_us", but: str = "") -> set[Done]:
+    """By runs with the same GPU, torch and commit: what has a record of `metric`, or one that says why it was
+    skipped, for another reason than `but`."""
     return {
         of(record.peer, record.case)
         for record in read_same(file, environment)
-        if record.metric in ("time_us", "skipped")
+        if record.metric == metric or (record.metric == "skipped" and record.case["reason"] != but)
     }
 
 
