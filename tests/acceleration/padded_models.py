@@ -118,6 +118,14 @@ def recorded_on_a_cpu() -> Any:
     def record_step(self: StepGraph, batches: Any) -> Any:
         made.append(max(batch["attention_mask"].shape[1] for batch in batches))
         static, loss = copied(batches, torch.device("cpu")), torch.zeros(())
+        before = [parameter.detach().clone() for parameter in self._module.parameters()]
+        if not self._optimizer.state:  # it comes into being while a recording warms up
+            self._run(static)
+            for value in self._kept_by_optimizer():
+                value.zero_()
+        with torch.no_grad():
+            for parameter, value in zip(self._module.parameters(), before, strict=True):
+                parameter.copy_(value)
         return Rerun(lambda: self._run(static), loss), static, loss
 
     def record_call(self: CallGraph, call: Any) -> Any:

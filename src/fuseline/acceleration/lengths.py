@@ -46,7 +46,7 @@ class Lengths:
     """Pads batches to lengths that are recorded.
 
     Attributes:
-        reason: why no batch of this model is padded; empty if some can be.
+        reason: why no batch of this model, or none so long, is padded; empty if all can be.
         why: why the last batch was not padded.
         counts: "padded", the steps or calls that were; "given" and "added", the positions in them.
     """
@@ -55,6 +55,7 @@ class Lengths:
         self._model, self._token, self._longest = model, pad_token(model), longest_of(model)
         self.reason = "" if pad else SWITCHED_OFF
         self.why = self.reason
+        self._never = not pad
         self.counts: Counter[str] = Counter()
         self._first: dict[Hashable, int] = {}
         self._recorded: dict[Hashable, set[int]] = {}
@@ -66,12 +67,16 @@ class Lengths:
     ) -> tuple[tuple[Batch, ...], Masks] | None:
         """The micro-batches at the length that they run at, and their masks; None if they run as they came.
         `room`: whether a length can be recorded that was not so far. `run` and `measure`: for the proof."""
-        self.why = self.reason or next(filter(None, map(why_not_padded, batches)), "")
+        if self._never:
+            return None
+        self.why = next(filter(None, map(why_not_padded, batches)), "")
         if self.why:
             return None
         kinds, lengths = tuple(map(kind_of, batches)), [length_of(batch) for batch in batches]
         recorded = self._recorded.setdefault(kinds, set())
-        if len(set(lengths)) == 1 and self._first.setdefault(kinds, lengths[0]) == lengths[0]:
+        if not recorded and len(set(lengths)) == 1:
+            self._first.setdefault(kinds, lengths[0])
+        if all(length == self._first.get(kinds) for length in lengths):
             if _all_hide(masks):
                 recorded.add(lengths[0])
             return None
@@ -96,8 +101,7 @@ class Lengths:
             fitting = [n for n in candidates if n < self._failed and fits(lengths, n)]
             if fitting:
                 return min(fitting)
-        if not self.why:
-            self.why = "no recorded length is a little longer, and no further one can be recorded"
+        self.why = self.reason or "no recorded length is a little longer, and no further one can be recorded"
         return None
 
     def _is_proved(
@@ -113,10 +117,11 @@ class Lengths:
             return False
         except Exception as error:  # a model may raise anything at all
             self._failed = min(self._failed, length)
-            self.why = f"it could not run with {length} positions ({first_line(error)})"
+            self.why = self.reason = f"it could not run with {length} positions ({first_line(error)})"
             return False
         if why is not None:
             self.why = self.reason = why
+            self._never = True
             return False
         self._proved.add((kind, length))
         return True

@@ -69,7 +69,7 @@ def kind_of(batch: Batch) -> Hashable:
     def described(name: str, leaf: Any) -> Hashable:
         if not isinstance(leaf, torch.Tensor):
             return repr(leaf)
-        return (leaf.shape[:1] if is_along(name, leaf, length) else leaf.shape), leaf.dtype
+        return ((leaf.shape[0], "T") if is_along(name, leaf, length) else tuple(leaf.shape)), leaf.dtype
 
     found = ((name, flattened(value)) for name, value in batch.items())
     return tuple((name, spec, *(described(name, leaf) for leaf in leaves)) for name, (leaves, spec) in found)
@@ -95,7 +95,8 @@ def half(batch: Batch) -> dict[str, Any]:
 
     def cut(part: slice) -> dict[str, Any]:
         return {
-            name: value[:, part] if is_along(name, value, length) else value for name, value in batch.items()
+            name: value[:, part].contiguous() if is_along(name, value, length) else value
+            for name, value in batch.items()
         }
 
     def worth(part: dict[str, Any]) -> tuple[bool, bool]:
