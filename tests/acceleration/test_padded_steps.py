@@ -75,15 +75,34 @@ def check(model: nn.Module, step: TrainingStep, batches: list[dict[str, Any]], e
 @pytest.mark.parametrize("name", ["reader", "bert", "roberta", "gpt2", "llama"])
 @pytest.mark.parametrize("left", [False, True])
 def test_losses_and_weights_are_those_of_a_plain_loop(name: str, left: bool) -> None:
-    model, batches = model_of(name), [batch_of(length, left=left) for length in lengths_of(12)]
+    model, batches = model_of(name), [batch_of(length, left=left) for length in lengths_of(8)]
     plain = copy.deepcopy(model)
     expected = plain_losses(plain, [(batch,) for batch in batches])
     with recorded_on_a_cpu() as made:
         check(model, make_step(model), batches, expected)
-    assert len(made) <= 5
+    assert len(made) <= 4
     assert len(made) == len(set(made))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+def test_a_model_that_drops_and_runs_our_ops(name: str, keep_all: Any) -> None:
+    """The proof runs the model's own code and ours, and none of ours is left out for it."""
+    model = model_of(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    fast = keep_all(model, batch_of(40), strict=True)
+    taken = fast.report().taken
+    with recorded_on_a_cpu() as made:
+        step = fast.training_step(torch.optim.AdamW(model.parameters()), "fp32")
+        losses = [float(step(batch_of(length))) for length in (40, 63, 60)]
+    assert made == [40, 64], step.lengths.why
+    assert all(2 < loss < 8 for loss in losses)
+    assert fast.report().taken > taken
+    assert fast.report().declined == 0
+    assert all(module.training for module in model.modules())
 
 
 def test_batches_of_one_length_are_never_padded() -> None:
@@ -210,16 +229,16 @@ def test_outputs_of_a_call_are_those_of_the_model(name: str, left: bool) -> None
     options = {} if name == "reader" else {"use_cache": False} if name in ("gpt2", "llama") else {}
     with recorded_on_a_cpu() as made:
         call = called(model)
-        for length in lengths_of(10):
+        for length in lengths_of(6):
             batch = {**batch_of(length, left=left), **options}
             found, wanted = call(**batch), model(**batch)
             assert list(found) == list(wanted)
             for key, value in wanted.items():
                 torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4)
                 assert found[key].is_contiguous()
-    assert call.lengths.counts["padded"] >= 5, call.lengths.why
+    assert call.lengths.counts["padded"] >= 3, call.lengths.why
     assert not call.eager_calls
-    assert len(made) <= 5
+    assert len(made) <= 4
 
 
 def test_outputs_are_cut_in_every_dimension_that_grew() -> None:
