@@ -8,7 +8,8 @@ graphs can be kept. The rule, for batches that differ in nothing but their lengt
 2. Any other is padded to the shortest length recorded so far that adds at most a quarter to it (or `STEP`
    positions, if that is more).
 3. If there is none, it is padded to the next multiple of an eighth of the power of two above it (at least
-   `STEP`), and that length is recorded: 32, 64, 96, 128, 160, .. 256, 320, .. 512, 640, and so on.
+   `STEP`), and that length is recorded: 32, 64, 96, 128, 160, .. 256, 320, .. 512, 640, and so on. No length
+   is above what the model's configuration allows.
 
 Micro-batches of one step are padded to one length, that of the longest, under the same limit for all of them
 together. The number of rows is not changed. Before a length is used, padding to it is proved
