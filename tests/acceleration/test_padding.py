@@ -11,6 +11,7 @@ from torch import nn
 
 from fuseline.acceleration.lengths import Lengths, fits, rounded_up
 from fuseline.acceleration.padding import half, kind_of, longest_of, pad_token, padded, why_not_padded
+from fuseline.acceleration.padding_proof import NothingProvedError
 
 from .padded_models import Reader, batch_of, make_step, recorded_on_a_cpu
 
@@ -111,27 +112,34 @@ def test_lengths_that_are_recorded() -> None:
     assert not fits([400, 100], 400)
 
 
-def fitted(lengths: Lengths, *given: int, room: bool = True, why: Any = None) -> int | None:
-    """The length at which batches of these lengths run; None as they are."""
+def fitted(
+    lengths: Lengths, *given: int, room: bool = True, why: Any = None, full: bool = False
+) -> int | None:
+    """The length at which batches of these lengths run; None as they are. `full`: masks that hide nothing."""
 
     def measure(found: Any, wanted: Any, batch: Any, *, exact: bool) -> str | None:
         if isinstance(why, Exception):
             raise why
         return why
 
-    found = lengths.fit(
-        [batch_of(length) for length in given],
-        ((None,),) * len(given),
-        lambda batch, exact: None,
-        measure,
-        room=room,
-    )
+    batches = [batch_of(length, full=full) for length in given]
+    masks = tuple(((3, length) if full else None,) for length in given)
+    found = lengths.fit(batches, masks, lambda batch, exact: None, measure, room=room)
     if found is None:
         return None
-    batches, masks = found
-    assert masks == ((None,),) * len(given)
-    (length,) = {batch["labels"].shape[1] for batch in batches}
+    longer, hiding = found
+    assert hiding == ((None,),) * len(given), "one recording is for every mask"
+    (length,) = {batch["labels"].shape[1] for batch in longer}
     return length
+
+
+def test_a_recording_without_its_mask_takes_no_padding() -> None:
+    lengths = Lengths(nn.Linear(1, 1))
+    assert fitted(lengths, 70, full=True) is None
+    assert fitted(lengths, 65, full=True) == 96, "the recording of 70 leaves out its mask"
+    assert fitted(lengths, 96, full=True) == 96
+    assert fitted(lengths, 70) is None, "recorded again, with its mask"
+    assert fitted(lengths, 65, full=True) == 70
 
 
 def test_the_rule() -> None:
@@ -164,6 +172,19 @@ def test_a_length_that_cannot_run_is_left_out_and_shorter_ones_are_not() -> None
     assert "could not run with 128 positions (out of range)" in lengths.why
     assert fitted(lengths, 100) is None
     assert fitted(lengths, 50) == 64
+
+
+def test_batches_that_show_nothing_are_not_tried_for_ever() -> None:
+    lengths = Lengths(nn.Linear(1, 1))
+    fitted(lengths, 40)
+    nothing = NothingProvedError("it is not finite")
+    assert fitted(lengths, 50, why=nothing) is None
+    assert fitted(lengths, 50) == 64, "the next batch may show something"
+    for length in (90, 100):
+        assert not lengths.reason
+        assert fitted(lengths, length, why=nothing) is None
+    assert lengths.reason == "it is not finite"
+    assert fitted(lengths, 100) is None
 
 
 def test_a_model_that_takes_notice_is_never_padded() -> None:

@@ -38,6 +38,7 @@ from fuseline.errors import first_line
 
 STEP = 32
 MOST_ADDED = 0.25
+MOST_TRIES = 3  # proofs with batches that show nothing, before padding is given up
 SWITCHED_OFF = "padding is switched off"
 Masks = tuple[tuple[Any, ...], ...]
 """Of each micro-batch: the shapes of masks that hide nothing, None for each that hides something."""
@@ -61,6 +62,7 @@ class Lengths:
         self._first: dict[Hashable, int] = {}
         self._recorded: dict[Hashable, set[int]] = {}
         self._proved: set[tuple[Hashable, int]] = set()
+        self._tries = 0
         self._failed = float("inf")  # the shortest length that the model could not run at
 
     def fit(
@@ -114,7 +116,9 @@ class Lengths:
         try:
             why = why_padding_shows(self._model, batch, length, self._token, run, measure)
         except NothingProvedError as error:
-            self.why = str(error)
+            self.why, self._tries = str(error), self._tries + 1
+            if self._tries == MOST_TRIES:
+                self.reason, self._never = self.why, True
             return False
         except Exception as error:  # a model may raise anything at all
             self._failed = min(self._failed, length)
