@@ -115,7 +115,7 @@ def recorded_on_a_cpu() -> Any:
     """Within, steps and calls are recorded as on a GPU. Yields the lengths of all that were, in order."""
     made: list[int] = []
 
-    def record_step(self: StepGraph, batches: Any) -> Any:
+    def record_step(self: StepGraph, batches: Any, memory: Any) -> Any:
         made.append(max(batch["attention_mask"].shape[1] for batch in batches))
         static, loss = copied(batches, torch.device("cpu")), torch.zeros(())
         before = [parameter.detach().clone() for parameter in self._module.parameters()]
@@ -128,7 +128,7 @@ def recorded_on_a_cpu() -> Any:
                 parameter.copy_(value)
         return Rerun(lambda: self._run(static), loss), static, loss
 
-    def record_call(self: CallGraph, call: Any) -> Any:
+    def record_call(self: CallGraph, call: Any, memory: Any) -> Any:
         static = copied(call, torch.device("cpu"))
         outputs = self._run(static)
         check_outputs(outputs)

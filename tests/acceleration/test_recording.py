@@ -17,9 +17,15 @@ from fuseline.acceleration import training_step
 from fuseline.acceleration.compiled_call import CompiledCall
 from fuseline.acceleration.forms import KERNELS, Form
 from fuseline.acceleration.learning_rates import RECORDABLE, LearningRates, why_not_recordable
-from fuseline.acceleration.recordable import HostRandom, NotRecordableError, without_cached_weights
+from fuseline.acceleration.recordable import (
+    HeldGraphError,
+    HostRandom,
+    NotRecordableError,
+    without_cached_weights,
+)
 from fuseline.acceleration.recording import CallGraph, StepGraph, check_outputs, run_repeatedly
 from fuseline.acceleration.training_step import TrainingStep
+from fuseline.timing import recorded_graphs_gib
 
 PLAIN = Form(KERNELS, contextlib.nullcontext)
 
@@ -36,7 +42,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every step that is recorded, with a stub for its graph."""
     made: list[Any] = []
 
-    def record(self: StepGraph, batches: Any) -> Any:
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
         made.append(batches)
         return Stub(), batches, self._run(batches)
 
@@ -80,6 +86,20 @@ def test_a_recording_goes_with_the_tensors_that_it_writes(recordings: list[Any])
     model[2].running_mean = torch.zeros(4)
     step(batches)
     assert (len(recordings), len(step)) == (5, 1)
+
+
+def test_gradients_are_those_of_the_recording_that_ran_last(recordings: list[Any]) -> None:
+    model, _, step = make_step()
+    long, short = (torch.randn(3, 4),), (torch.randn(2, 4),)
+    step(long)
+    of_long = [parameter.grad for parameter in model.parameters()]
+    step(short)
+    of_short = [parameter.grad for parameter in model.parameters()]
+    for batches, wanted in ((long, of_long), (short, of_short), (short, of_short)):
+        step(batches)
+        assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), wanted, strict=True))
+    assert len(recordings) == 2
+    assert all(one is not other for one, other in zip(of_long, of_short, strict=True))
 
 
 def test_a_recording_is_of_one_choice_of_modes_and_of_trained_parameters(recordings: list[Any]) -> None:
@@ -128,6 +148,37 @@ def test_state_of_recordable_optimizers_begins_at_zero(kind: type[torch.optim.Op
     assert all(value.abs().max() <= 1e-8 for value in state.values())
 
 
+def test_a_held_graph_puts_the_recording_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Any] = []
+
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
+        attempts.append(batches)
+        if len(attempts) < 3:
+            raise HeldGraphError
+        return Stub(), batches, self._run(batches)
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    step = make_training_step(monkeypatch, nn.Linear(2, 2))
+    for _ in range(2):
+        step({"input": torch.ones(1, 2)})
+    assert (step.execution, sum(step.eager_steps.values())) == ("recorded", 2)
+    assert "del loss" in next(iter(step.eager_steps))
+    step({"input": torch.ones(1, 2)})
+    assert (len(attempts), sum(step.eager_steps.values())) == (3, 2)
+
+
+def test_a_graph_that_is_held_for_ever_makes_steps_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
+        raise HeldGraphError
+
+    monkeypatch.setattr(StepGraph, "_record", record)
+    step = make_training_step(monkeypatch, nn.Linear(2, 2))
+    for _ in range(6):
+        step({"input": torch.ones(1, 2)})
+    assert step.execution == "eager"
+    assert "still held" in step.reason
+
+
 def test_other_optimizers_are_not_recorded() -> None:
     class Own(torch.optim.AdamW):
         pass
@@ -159,7 +210,7 @@ class Remembering(nn.Module):
         return (y, cache) if use_cache else (y, None)
 
 
-def stub_call_recording(self: CallGraph, call: Any) -> Any:
+def stub_call_recording(self: CallGraph, call: Any, memory: Any) -> Any:
     outputs = self._run(call)
     check_outputs(outputs)
     return Stub(), call, outputs
@@ -254,7 +305,7 @@ def test_a_step_that_skips_layers_at_random_is_eager(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) if torch.rand(()) < 0.9 else self.layer(-x)
 
-    def record(self: StepGraph, batches: Any) -> Any:
+    def record(self: StepGraph, batches: Any, memory: Any) -> Any:
         run_repeatedly(lambda: self._run(batches))
 
     monkeypatch.setattr(StepGraph, "_record", record)
@@ -362,3 +413,50 @@ def test_a_loaded_state_is_the_one_that_a_recorded_step_goes_on_from() -> None:
     found = losses(recorded=True)
     assert found == pytest.approx(losses(recorded=False), rel=1e-5)
     assert found[8:] == pytest.approx(found[3:7], rel=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_loss_that_is_held_puts_the_recording_off() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainingStep(
+        model, lambda batch: [PLAIN], optimizer, precision="fp32", loss=lambda y, batch: y.square().mean()
+    )
+    loss = model(x).square().mean()
+    loss.backward()
+    for _ in range(3):
+        loss = step((x,))
+    assert step.execution == "recorded"
+    assert sum(step.eager_steps.values()) == 1
+    assert loss.isfinite()
+
+
+@pytest.mark.gpu
+def test_recordings_of_several_shapes_share_their_memory() -> None:
+    device = torch.device("cuda")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run(batches: Any) -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(batches[0]).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step = StepGraph(run, model, optimizer, None)
+    before = recorded_graphs_gib(device)
+    held = []
+    for rows in (8192, 8000, 4096, 8192, 8000):
+        x = torch.randn(rows, 256, device=device)
+        loss = step((x,))
+        held.append(recorded_graphs_gib(device) - before)
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=False)
+        expected = model(x).square().mean()
+        wanted = torch.autograd.grad(expected, list(model.parameters()))
+        expected = expected.detach()  # a graph that is held cannot be recorded beside
+        assert torch.allclose(loss, expected, rtol=1e-4)
+        assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+    assert len(step) == 3
+    assert held[-1] < 1.25 * held[0]

@@ -94,7 +94,7 @@ def test_a_call_replays_what_fits_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a graph in the place of CUDA's: which calls replay, and that results are the caller's."""
     whole, replays = model().eval(), 0
 
-    def record(self: Any, call: Any) -> Any:
+    def record(self: Any, call: Any, memory: Any) -> Any:
         static = recording.copied(call, self._device)
         outputs = {"y": torch.zeros(2, 4), "n": 3}
 

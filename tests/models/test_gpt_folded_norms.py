@@ -102,7 +102,7 @@ def _distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def test_only_the_last_norm_keeps_the_stream() -> None:
-    made = model("cpu")
+    made = model("cpu", attention="flash")  # by formula attention keeps float32 of its own
     assert kept(made, "cpu", False).count(torch.float32) == 2 * LAYERS + 1
     assert kept(made, "cpu", True).count(torch.float32) == 1
 
@@ -165,9 +165,14 @@ def test_other_dtypes_and_norms_without_weight_are_not_folded(made: Callable[[],
         assert torch.equal(ours, theirs)
 
 
-def test_compiles_to_one_graph() -> None:
-    made = model("cpu")
-    wanted = step(made, "cpu", True)
-    found = step(torch.compile(made, fullgraph=True, backend="aot_eager"), "cpu", True)
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiles_to_one_graph(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(device: str) -> bool:
+        raise RuntimeError("the compiler of torch 2.11 breaks the graph here")
+
+    monkeypatch.setattr(torch.amp, "is_autocast_available", breaks)
+    made = model(device)
+    wanted = step(made, device, True)
+    found = step(torch.compile(made, fullgraph=True, backend="aot_eager"), device, True)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02 * float(theirs.abs().max()))

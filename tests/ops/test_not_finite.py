@@ -152,3 +152,38 @@ def test_an_mlp_and_its_gradients_have_torchs_nan(
     ours, torchs = (torch.autograd.grad(each, given, torch.ones_like(each)) for each in (y, plain))
     for found, wanted in zip(ours, torchs, strict=True):
         stand_alike(found, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk_size", [3, 128])
+@pytest.mark.parametrize("special", [torch.inf, torch.nan])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["reduction"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_words_that_do_not_count_have_no_gradient(
+    dtype: torch.dtype, options: dict[str, str], special: float, chunk_size: int, device: str
+) -> None:
+    hidden = torch.randn(8, 24, device=device)
+    hidden[2, 5] = special
+    hidden = hidden.to(dtype).requires_grad_()
+    weight = torch.randn(16, 24, device=device).to(dtype).requires_grad_()
+    bias = torch.randn(16, device=device).to(dtype).requires_grad_()
+    target = torch.randint(11, (8,), device=device)
+    loss = ops.linear_cross_entropy(
+        hidden, weight, target, bias, vocab_size=11, chunk_size=chunk_size, **options
+    )
+    for grad in torch.autograd.grad(loss.sum(), (weight, bias)):
+        assert grad[:11].isnan().any()
+        assert grad[11:].eq(0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_swiglu_and_its_gradient_are_finite_where_torchs_are(dtype: torch.dtype, device: str) -> None:
+    special = [torch.inf, -torch.inf, torch.nan, 90.0, -90.0, 1.0]
+    gate = torch.tensor(special, device=device).repeat(24)
+    x = torch.cat([gate, torch.randn(gate.shape, device=device)])[None].to(dtype).requires_grad_()
+    y, theirs = ops.swiglu(x), F.silu(x[:, :144]) * x[:, 144:]
+    assert torch.equal(y.isfinite(), theirs.isfinite())
+    given = torch.randn(y.shape, device=device).to(dtype)
+    (grad,), (wanted,) = (torch.autograd.grad(one, x, given) for one in (y, theirs))
+    assert torch.equal(grad.isfinite(), wanted.isfinite())

@@ -20,6 +20,16 @@ class NotRecordableError(InputError):
     """A graph of this would not do what the eager code does; the message says why."""
 
 
+class HeldGraphError(NotRecordableError):
+    """An output that the caller holds keeps the model from being recorded now, and not for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an earlier output or loss of the model is still held with its graph: delete it, as in "
+            "`del loss`, or detach it, and the next step is recorded"
+        )
+
+
 def autocast_now(device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast that is on for the device; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

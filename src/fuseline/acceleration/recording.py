@@ -12,6 +12,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fuseline.acceleration.graph_memory import GraphMemory, PeakMemory
 from fuseline.acceleration.recordable import (
+    HeldGraphError,
     HostRandom,
     NotRecordableError,
     autocast_now,
@@ -39,6 +42,16 @@ SECONDS_OF_TIMING, TIMED_ROUNDS = 0.3, 5
 WARM_UP_STEPS = 3  # lazy initialization, optimizer state, autotuning: all done by the second, one to spare
 
 
+@dataclass(frozen=True)
+class RecordedStep:
+    """A graph, the tensors in which it reads its batches, and those in which it leaves loss and gradients."""
+
+    graph: torch.cuda.CUDAGraph
+    targets: list[Any]
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+
+
 class StepGraph:
     """Replays `run(micro_batches) -> loss`, recorded once for each set of shapes it is called with."""
 
@@ -55,7 +68,9 @@ class StepGraph:
         self._scaler = scaler
         self._device = next(module.parameters()).device
         self._module_standing = Standing(module)
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Any], torch.Tensor]] = {}
+        self._recorded: dict[Hashable, RecordedStep] = {}
+        self._last: RecordedStep | None = None  # whose gradients the parameters have
+        self._memory = GraphMemory(self._device)  # another one once all graphs are dropped
         self._places: Hashable = None  # of all tensors that the graphs hold and share
 
     def __call__(self, micro_batches: tuple[Batch, ...], also: Hashable = None) -> torch.Tensor:
@@ -66,20 +81,27 @@ class StepGraph:
         self._drop_unless(places)
         key, leaves = self._key(micro_batches, also, modes)
         if key not in self._recorded:
+            if not self._recorded:
+                self._memory = GraphMemory(self._device)
             with without_cached_weights(self._device):
-                graph, static, loss = self._record(micro_batches)
-            self._recorded[key] = graph, flattened(static)[0], loss
+                graph, static, loss = self._record(micro_batches, self._memory)
+            gradients = [parameter.grad for parameter in self._module.parameters()]
+            self._recorded[key] = self._last = RecordedStep(graph, flattened(static)[0], loss, gradients)
             self._places, _ = self._standing()  # an optimizer's state may have come into being
-        graph, targets, loss = self._recorded[key]
-        fill(targets, leaves)
-        graph.replay()
+        recorded = self._recorded[key]
+        if recorded is not self._last:
+            for parameter, gradient in zip(self._module.parameters(), recorded.gradients, strict=True):
+                parameter.grad = gradient
+            self._last = recorded
+        fill(recorded.targets, leaves)
+        recorded.graph.replay()
         # The next replay overwrites the graph's own loss; a caller may still hold this one by then.
-        return loss.clone()
+        return recorded.loss.clone()
 
     def seconds(self, micro_batches: tuple[Batch, ...]) -> float:
         """Seconds of a replay of such a step, recorded for that and dropped. It leaves no trace."""
         with without_cached_weights(self._device), _put_back(self._device, self._changing):
-            graph, _, _ = self._record(micro_batches)
+            graph, _, _ = self._record(micro_batches, GraphMemory(self._device))
             took = seconds_of_replays(graph, self._device)
             self._optimizer.zero_grad(set_to_none=True)  # they lie in the graph's memory
             del graph
@@ -111,6 +133,7 @@ class StepGraph:
         """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
         if self._recorded and places != self._places:
             self._recorded.clear()
+            self._last = None
 
     def _standing(self) -> tuple[Hashable, Hashable]:
         """Where all tensors lie that a graph reads and writes, and the module's modes."""
@@ -127,20 +150,29 @@ class StepGraph:
     def close(self) -> None:
         """Let go of the graphs and the memory they hold."""
         self._recorded.clear()
+        self._last = None
         self._optimizer.zero_grad(set_to_none=True)
 
     def _record(
-        self, micro_batches: tuple[Batch, ...]
+        self, micro_batches: tuple[Batch, ...], memory: GraphMemory
     ) -> tuple[torch.cuda.CUDAGraph, tuple[Batch, ...], torch.Tensor]:
         static = copied(micro_batches, self._device)
-        self._warm_up(static)
+        needed = self._warm_up(static)
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), _own_workspaces(), capturing(graph, self._device):
+        with _no_collection(), _own_workspaces(), capturing(graph, self._device, memory):
+            memory.reserve(needed)
             loss = self._run(static)
         return graph, static, loss
 
-    def _warm_up(self, static: tuple[Batch, ...]) -> None:
+    def _warm_up(self, static: tuple[Batch, ...]) -> int:
+        """Bytes that a step needs at most."""
+        run = PeakMemory(functools.partial(self._run, static), self._device)
+
+        def step() -> None:
+            self._optimizer.zero_grad(set_to_none=True)  # so that the last step's gradients do not count
+            run()
+
         if self._scaler is not None:
             # The scaler makes its tensors on first use; from here on they are the ones the graph holds.
             self._scaler.scale(torch.zeros((), device=self._device))
@@ -148,7 +180,8 @@ class StepGraph:
             # Meant so: the side stream is waited for, whichever stream gradients are added up on.
             warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
             with products.measured(self._device):
-                run_repeatedly(functools.partial(self._run, static))
+                run_repeatedly(step)
+        return run.bytes
 
     def _changing(self) -> Iterable[torch.Tensor]:
         yield from self._module.parameters()
@@ -174,6 +207,7 @@ class CallGraph:
         self._device = next(module.parameters()).device
         self._standing = Standing(module)
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, list[Any], list[Any], Any]] = {}
+        self._memory = GraphMemory(self._device)  # another one once all graphs are dropped
         self._places: Hashable = None  # of the module's tensors, which all graphs read
 
     def __call__(self, call: Any, also: Hashable = None, take: Take = list) -> Any:
@@ -181,8 +215,10 @@ class CallGraph:
         recording depends on; `take(leaves)` is what the caller gets of each leaf of the outputs."""
         key, leaves = self._key(call, also)
         if key not in self._recorded:
+            if not self._recorded:
+                self._memory = GraphMemory(self._device)
             with without_cached_weights(self._device):
-                graph, static, outputs = self._record(call)
+                graph, static, outputs = self._record(call, self._memory)
             self._recorded[key] = graph, flattened(static)[0], *pytree.tree_flatten(outputs)
             self._places, _ = self._standing()
         return self._replayed(key, leaves, take)
@@ -203,7 +239,7 @@ class CallGraph:
     def seconds(self, call: Any) -> float:
         """Seconds of a replay of such a call, recorded for that and dropped."""
         with without_cached_weights(self._device), _put_back(self._device, self._module.buffers):
-            graph, _, _ = self._record(call)
+            graph, _, _ = self._record(call, GraphMemory(self._device))
             return seconds_of_replays(graph, self._device)
 
     def has(self, call: Any, also: Hashable = None) -> bool:
@@ -227,16 +263,18 @@ class CallGraph:
         leaves, structure = flattened(call)
         return (structure, signature(leaves), also, autocast_now(self._device), modes), leaves
 
-    def _record(self, call: Any) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+    def _record(self, call: Any, memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
+        run = PeakMemory(lambda: check_outputs(self._run(static)), self._device)
         with (
             _warming_up(self._device, self._module.buffers),
             torch.no_grad(),
             products.measured(self._device),
         ):
-            run_repeatedly(lambda: check_outputs(self._run(static)))
+            run_repeatedly(run)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), _own_workspaces(), capturing(graph, self._device), torch.no_grad():
+        with _no_collection(), _own_workspaces(), capturing(graph, self._device, memory), torch.no_grad():
+            memory.reserve(run.bytes)
             outputs = self._run(static)
         return graph, static, outputs
 
@@ -355,15 +393,17 @@ def _own_workspaces() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """What runs within becomes the graph's.
+def capturing(
+    graph: torch.cuda.CUDAGraph, device: torch.device, memory: GraphMemory | None = None
+) -> Iterator[None]:
+    """What runs within becomes the graph's, with its tensors in `memory`, or in memory of its own.
 
     A recording that breaks leaves the allocator and the device's generator waiting for its end: whoever draws
     next would fail. Both are freed from it then, the generator at the place where it was.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator, place = torch.cuda.default_generators[index], torch.cuda.get_rng_state(device)
-    pool = torch.cuda.graph_pool_handle()
+    pool = (memory or GraphMemory(device)).pool
     # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
     recording = torch.cuda.graph(
         graph, pool=pool, stream=recording_stream(device), capture_error_mode="thread_local"
@@ -371,13 +411,25 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[Non
     try:
         with recording:
             yield
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(RuntimeError):  # it has ended already
             torch._C._cuda_endAllocateToPool(index, pool)
         fresh = torch.Generator(device)
         fresh.set_state(place)
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        if _waits_for_another_stream(error):
+            raise HeldGraphError from error
         raise
+
+
+def _waits_for_another_stream(error: BaseException | None) -> bool:
+    """Whether a recording broke where gradients are added up on the stream of an earlier forward: a graph of
+    autograd that is still held keeps the node that adds them up, and the node keeps its stream."""
+    while error is not None:
+        if "legacy stream depend on a capturing" in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 @contextlib.contextmanager

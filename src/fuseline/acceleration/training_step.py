@@ -34,7 +34,7 @@ from fuseline.acceleration.precision import (
     make_scaler,
     matmul_format,
 )
-from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
+from fuseline.acceleration.recordable import HeldGraphError, NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.acceleration.wanted import Loss
@@ -48,6 +48,8 @@ MOST_GRAPHS = 8
 """Recordings that are kept: of batches in more shapes than that, the rest run eagerly."""
 
 MANY_SHAPES = f"{MOST_GRAPHS} recordings are kept, and none of them is for the shapes of this batch"
+MOST_HELD = 4
+"""Steps for which a recording is tried while an output of an earlier pass is held."""
 MOST_SETTINGS = 4
 """Settings of the optimizer, like momentum or weight decay, that steps are recorded for: a graph holds them
 as numbers, so that a schedule of them would record every step."""
@@ -138,6 +140,7 @@ class TrainingStep(InForms):
         self._masks = MasksLeftOut()
         self._full: Masks = ()  # masks that hide nothing
         self._settings: dict[Hashable, None] = {}
+        self._held = 0
         if not self.reason:
             self._graph = StepGraph(self._run, model, optimizer, self._scaler)
             self._rates = LearningRates(optimizer, self.device)
@@ -205,6 +208,13 @@ class TrainingStep(InForms):
             if self.choice is None:
                 self.choice = self._choose(fitted)
             loss = self._graph(fitted, also)
+        except HeldGraphError as error:
+            # `loss = step(batch)` lets go of the loss before, so that the next step is recorded.
+            self._held += 1
+            if self._held < MOST_HELD:
+                return self._eagerly(batches, first_line(error))
+            self._give_up(first_line(error))
+            return self._eagerly(batches)
         except NotRecordableError as error:
             self._give_up(first_line(error))
             return self._eagerly(batches)

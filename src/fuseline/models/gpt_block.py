@@ -24,6 +24,7 @@ from fuseline.nn import branch
 from fuseline.nn.feed_forward import autocast_to, feed_forward, is_plain
 from fuseline.nn.folded_norm import Folded, can_fold, fold
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.autocast import autocast_dtype
 from fuseline.ops.layer_norm import layer_norm_and_input
 
 __all__ = ["MLP", "Attention", "Block", "Found"]
@@ -50,9 +51,7 @@ class Found(NamedTuple):
 
 def _narrow(x_BTC: Tensor) -> torch.dtype | None:
     """The dtype that branches multiply in, where that is not the stream's."""
-    device = x_BTC.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast and x_BTC.dtype is torch.float32 else None
+    return autocast_dtype(x_BTC) if x_BTC.dtype is torch.float32 else None
 
 
 def _affine(norm: nn.LayerNorm, affine: bool) -> tuple[Tensor | None, Tensor | None]:

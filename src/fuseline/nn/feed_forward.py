@@ -9,6 +9,7 @@ from torch import nn
 
 from fuseline.nn.fp8_linear import Fp8Linear, fp8_feed_forward
 from fuseline.ops import mlp
+from fuseline.ops.autocast import autocast_dtype
 from fuseline.ops.linear import float_or
 
 Kind = TypeVar("Kind", bound=nn.Module)
@@ -53,12 +54,8 @@ def autocast_to(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """The tensors of an MLP as `mlp` takes them: x in the dtype that autocast asks for, weights in that dtype
     or in float32. Without autocast they stay as they are."""
-    device = x.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return x, weight_1, bias_1, weight_2, bias_2
-    dtype = torch.get_autocast_dtype(device)
-
-    if x.dtype is torch.float64:
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return x, weight_1, bias_1, weight_2, bias_2
     return (
         x.to(dtype),

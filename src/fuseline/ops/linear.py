@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fuseline import native
+from fuseline.ops.autocast import autocast_dtype
 from fuseline.ops.op import Case, Op, register
 
 
@@ -42,11 +43,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     in float32 is not rounded to that dtype. Under autocast x is cast as torch casts that of its own linear.
     Raises ValueError or TypeError for shapes and dtypes that do not fit.
     """
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(x)) is not None:
         x, weight = x.to(dtype), float_or(dtype, weight)
         bias = None if bias is None else float_or(dtype, bias)
+    device = x.device.type
     if native.ready(device) and not (device == "cuda" and x.dtype is torch.float64):
         return torch.ops.fuseline.linear.default(x, weight, bias)
     return reference(x, weight, bias)

@@ -123,6 +123,7 @@ Five linear_cross_entropy_forward(const Tensor& hidden, const Tensor& weight, co
     Gradients gradients(head, wanted, type);
     const auto given = [&](const Tensor& gradient) { return gradient.defined() ? gradient : at::empty({0}, options); };
     const auto results = [&](const Tensor& loss, const Tensor& total) -> Five {
+        gradients.clear_from(head.counted(o));
         const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
         return {loss, total, given(grad_hidden), given(gradients.weight_as(type)), given(gradients.bias_as(type))};
     };
@@ -182,6 +183,7 @@ Three linear_cross_entropy_rows_backward(const Tensor& grad_out, const Tensor& h
         if (counted < logits.size(1)) logits.narrow(1, counted, logits.size(1) - counted).zero_();
         gradients.add(logits, begin);
     });
+    gradients.clear_from(counted);
     const Tensor grad_hidden = wanted[0] ? gradients.hidden.view(hidden.sizes()) : Tensor();
     return {grad_hidden, gradients.weight_as(weight.scalar_type()), gradients.bias_as(weight.scalar_type())};
 }

@@ -184,6 +184,13 @@ struct Gradients {
         if (wanted[2]) bias = at::zeros({head.width}, options);
     }
 
+    // Words that do not count have no gradient: 0 times what is no number would be NaN.
+    void clear_from(int64_t counted) {
+        const int64_t rest = head.words - counted;
+        if (rest > 0 && weight.defined()) weight.narrow(0, counted, rest).zero_();
+        if (rest > 0 && bias.defined()) bias.narrow(0, counted, rest).zero_();
+    }
+
     // The weight's gradient of a chunk, added to those before it.
     void add_weight(const Tensor& grad_logits, const Tensor& part, bool first) {
         if (first && multiply_grad_weight(grad_logits, part, weight)) return;

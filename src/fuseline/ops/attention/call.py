@@ -11,6 +11,7 @@ import torch
 from fuseline.errors import InputError, unknown_name
 from fuseline.ops.attention.packing import check_starts
 from fuseline.ops.attention.problem import CAUSAL, Problem
+from fuseline.ops.autocast import autocast_dtype
 from fuseline.ops.philox import check_probability
 
 FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -229,9 +230,7 @@ def make_call(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         check_starts("cu_seqlens_q", cu_seqlens_q, q.shape[2], max_seqlen_q)
         check_starts("cu_seqlens_k", cu_seqlens_k, k.shape[2], max_seqlen_k)
-    device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if (dtype := autocast_dtype(q)) is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(max(q.shape[3], 1))

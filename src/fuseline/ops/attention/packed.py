@@ -14,6 +14,7 @@ from fuseline.errors import InputError
 from fuseline.ops.attention import choice
 from fuseline.ops.attention.call import Window, make_call
 from fuseline.ops.attention.running import run
+from fuseline.ops.autocast import autocast_dtype
 
 
 def attention_packed(
@@ -53,9 +54,8 @@ def attention_packed(
             f"attention_packed: qkv has shape {list(qkv.shape)}; it is "
             f"[B, T, ({num_heads} + 2 * {num_kv_heads}) * D]."
         )
-    device = qkv.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and qkv.dtype != torch.float64:
-        qkv = qkv.to(torch.get_autocast_dtype(device))
+    if (dtype := autocast_dtype(qkv)) is not None:
+        qkv = qkv.to(dtype)
     D = qkv.shape[2] // all_heads
     # Taken apart along the last dimension, where gradients of contiguous rows are put together fastest.
     q_BHTD, k_BHTD, v_BHTD = (

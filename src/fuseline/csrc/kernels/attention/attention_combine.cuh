@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kCombineThreads) attention_combine(const __gri
     for (int part = 0; part < g.splits; ++part) sum = fmaf(weights[part], lines[part * head_dim + column], sum);
     T* const out = static_cast<T*>(c.out) + row / c.seqlen_q / c.heads * c.out_strides[0] + head * c.out_strides[1] +
                    row % c.seqlen_q * c.out_strides[2];
-    out[column] = from_float<T>(total > 0.f ? sum / total : 0.f);
+    out[column] = from_float<T>(total == 0.f ? 0.f : sum / total);  // NaN stays
   }
   if (threadIdx.x == 0) c.lse[row] = total > 0.f ? (zero + log2f(total)) * kLn2 : -kInfinity;
 }

@@ -101,7 +101,8 @@ struct Silu<float> {
     const float u_rest = ((1.f - (u - of_product)) + (product - of_product)) + product_rest;
     const float slope = __fmul_rn(u, s);
     const float slope_rest = fmaf(u, s_rest, fmaf(u_rest, s, fmaf(u, s, -slope)));
-    return make_float2(x == inside ? value + value_rest : x * s, slope + slope_rest);
+    // 0 x is NaN where x is infinite.
+    return make_float2(x == inside ? value + value_rest : x * s, slope + fmaf(0.f, x, slope_rest));
   }
 };
 

@@ -60,19 +60,11 @@ __device__ __forceinline__ const unsigned char* mask_at(const Attention& a, cons
   return tile + down * a.mask_tile.pitch + along * a.mask_tile.size;
 }
 
-// Calls change(score, value) for the scores and their mask's values, of type V; -inf for what a boolean mask hides and 0
-// for the rest.
+// Calls change(score, value) for the scores and their mask's values, of type V.
 template <class V, bool kTurned, int kM, int kN, class Change>
 __device__ __forceinline__ void with_values(const Attention& a, const Place& place, float (&scores)[kM][kN][4],
                                             Change&& change) {
   const int pitch = a.mask_tile.pitch;
-  const auto value_of = [](V value) {
-    if constexpr (sizeof(V) == 1) {
-      return value == 0 ? -kInfinity : 0.f;
-    } else {
-      return to_float(value);
-    }
-  };
   const int group = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
   if constexpr (kTurned) {
     constexpr int kRun = KeyRows<kM>::kRun;
@@ -86,7 +78,7 @@ __device__ __forceinline__ void with_values(const Attention& a, const Place& pla
       for (int e = 0; e < 2; ++e) {
         const Run run = *reinterpret_cast<const Run*>(first + (8 * n + e) * pitch);
 #pragma unroll
-        for (int i = 0; i < kRun; ++i) change(scores[i / 2][n][i % 2 * 2 + e], value_of(run.values[i]));
+        for (int i = 0; i < kRun; ++i) change(scores[i / 2][n][i % 2 * 2 + e], run.values[i]);
       }
   } else {
     constexpr int kRun = KeyColumns<kN>::kRun, kBytes = kRun * int(sizeof(V));
@@ -103,7 +95,7 @@ __device__ __forceinline__ void with_values(const Attention& a, const Place& pla
           const Run run =
               *reinterpret_cast<const Run*>(first + (16 * m + 8 * half) * pitch + 8 * n * int(sizeof(V)));
 #pragma unroll
-          for (int i = 0; i < kRun; ++i) change(scores[m][n + i / 2][2 * half + i % 2], value_of(run.values[i]));
+          for (int i = 0; i < kRun; ++i) change(scores[m][n + i / 2][2 * half + i % 2], run.values[i]);
         }
   }
 }
@@ -143,7 +135,13 @@ __device__ __forceinline__ void finish_scores(const Attention& a, const Place& p
       each_element<kM, kN>([&](int m, int n, int e) { scores[m][n][e] *= a.scale_log2; });
     }
   }
-  with_mask<T, kTurned>(a, place, scores, [&](float& score, float value) { score = fmaf(value, factor, score); });
+  with_mask<T, kTurned>(a, place, scores, [&](float& score, auto value) {
+    if constexpr (sizeof(value) == 1) {
+      score = value == 0 ? -kInfinity : score;  // chosen, not added: it hides infinities and NaN too
+    } else {
+      score = fmaf(to_float(value), factor, score);
+    }
+  });
 }
 
 }  // namespace fuseline

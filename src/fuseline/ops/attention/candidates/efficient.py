@@ -12,7 +12,9 @@ from fuseline.ops.attention.candidate import HALF, Attended, Candidate, refuse_c
 from fuseline.ops.attention.candidates.arguments import aligned, bias, in_pieces, with_all_heads
 from fuseline.ops.attention.problem import Problem
 
-_NO_LIMIT, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
+_NO_LIMIT, _TOP_LEFT = 0, 1
+_ROWS = 32
+"""The fewest that a block of the kernel takes."""
 
 
 def _supports(problem: Problem) -> str | None:
@@ -23,6 +25,8 @@ def _supports(problem: Problem) -> str | None:
     if problem.sequences:
         if problem.lse:
             return "it returns no lse of packed sequences"
+        if problem.causal == "bottom_right":
+            return "rows of packed sequences that see nothing are not 0"
         return refuse_extras(problem, "mask", "window")
     if problem.lse and (problem.mask != "none" or problem.is_windowed or _sees_less(problem)):
         return "its lse is not -inf for rows that see nothing"
@@ -35,12 +39,15 @@ def _sees_less(problem: Problem) -> bool:
 
 def _run(call: Call) -> Attended:
     k, v = with_all_heads(call)
+    if k.stride(1) == 0 and _may_swap_heads_and_rows(call):
+        k, v = k.contiguous(), v.contiguous()
     q, k, v = aligned(call.q), aligned(k), aligned(v)
     if call.cu_seqlens_q is not None:
         return _run_packed(call, q, k, v), None
     B, H, T, S = *q.shape[:3], k.shape[2]
-    # The operator's own limit is that of the top left; the others are folded into the bias.
-    is_causal = call.is_causal_alone()
+    # The operator knows the limit of the top left; the others are folded into the bias. So is that one if
+    # the bias wants a gradient: of keys that the operator hides, it writes none.
+    is_causal = call.is_causal_alone() and not (call.mask is not None and call.mask.requires_grad)
     added = bias(call, with_limits=not is_causal)
     if added is not None:
         added = in_pieces(added, S).expand(B, H, T, S)
@@ -57,8 +64,17 @@ def _run(call: Call) -> Attended:
     return out, lse[..., :T] if call.return_lse else None
 
 
+def _may_swap_heads_and_rows(call: Call) -> bool:
+    """Whether a block may be left with one row that does not see every key. If all heads have the keys of one
+    head, expanded, it then takes heads for rows: it forgets the limit, and reads the bias of rows that do not
+    exist."""
+    is_limited = (
+        call.mask is not None or call.causal != "none" or call.window_left >= 0 or call.window_right >= 0
+    )
+    return is_limited and (call.cu_seqlens_q is not None or call.q.shape[2] % _ROWS == 1)
+
+
 def _run_packed(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    kinds = {"none": _NO_LIMIT, "top_left": _TOP_LEFT, "bottom_right": _BOTTOM_RIGHT}
     out = torch.ops.aten._efficient_attention_forward(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -69,7 +85,7 @@ def _run_packed(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         call.max_seqlen_q,
         call.max_seqlen_k,
         call.dropout_p,
-        kinds[call.causal],
+        _TOP_LEFT if call.causal == "top_left" else _NO_LIMIT,
         call.wants_grad,
         scale=call.softmax_scale,
     )[0]

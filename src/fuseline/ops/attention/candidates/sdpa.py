@@ -6,7 +6,8 @@ a mask, cuDNN is left out.
 
 Torch's kernels differ in what they give a row that sees nothing, cuDNN something of the size of the values:
 such a row is shown every key, so that nothing in it is special, and its result is then zeroed, which zeroes
-its gradients, too.
+its gradients, too. Torch's memory-efficient kernel takes no mask that is expanded along the keys, and saves
+what a mask's gradient needs only where q, k or v want one as well.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ def _run(call: Call) -> Attended:
     blind = None if mask is None else unseeing(call)
     if mask is not None and blind is not None:
         mask = mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0.0)
+    if mask is not None and mask.shape[3] != call.k.shape[2]:
+        mask = mask.expand(*mask.shape[:3], call.k.shape[2]).contiguous()
+    q = call.q
+    if call.wants_grad and not any(x.requires_grad for x in (q, call.k, call.v)):
+        q = q.detach().requires_grad_()
     with _trusted(call, mask):
         out = F.scaled_dot_product_attention(
-            call.q,
+            q,
             call.k,
             call.v,
             attn_mask=mask,
