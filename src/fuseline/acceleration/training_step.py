@@ -36,6 +36,7 @@ from fuseline.acceleration.precision import (
 )
 from fuseline.acceleration.recordable import HeldGraphError, NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
+from fuseline.acceleration.returned_loss import returned_loss
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.acceleration.wanted import Loss
 from fuseline.acceleration.weight_copies import WeightCopies
@@ -377,19 +378,6 @@ class TrainingStep(InForms):
 _HALVES = ("bf16", "fp16", "fp8")
 _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "tf32": torch.float16}
 """What rounds like the products of a precision, whatever the weights are."""
-
-
-def returned_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returns: what it calls so, or the only number that has a gradient."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, torch.Tensor):
-        return named if named.dim() == 0 else named.mean()
-    numbers = [
-        leaf
-        for leaf in pytree.tree_leaves(output)
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad
-    ]
-    return numbers[0].reshape(()) if len(numbers) == 1 else None
 
 
 def _is_narrow(model: nn.Module) -> bool:
