@@ -9,6 +9,7 @@ sum_norm.py   who waits for which sum                norm_ahead.py  a norm compu
 rebound.py    other functions in a forward           rotary.py    tables, and who turns by them
 study.py      all of it for one model and batch      rehearse.py  whether the batch makes use of it
 handle.py     the handle that `accelerate` returns   table.py     what it prints
+lengths.py    the length at which a batch runs       padding_proof.py  whether padding to it shows
 """
 
 from fuseline.acceleration.accelerate import accelerate

@@ -9,7 +9,7 @@ kept.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -91,6 +91,18 @@ def distance(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> f
     apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
     length = sum(float(b.double().square().sum()) for b in wanted)
     return float((apart / length) ** 0.5) if length else float(apart > 0)
+
+
+def too_far(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], dtype: torch.dtype) -> float:
+    """The distance, or 0 if what was computed in `dtype` may lie so far apart. Numbers that are not finite
+    lie too far from any."""
+    apart = distance(found, wanted)
+    return 0.0 if apart <= LARGEST_DISTANCE.get(dtype, 0.0) else apart
+
+
+def narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype with the fewest bits."""
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

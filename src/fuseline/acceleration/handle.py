@@ -48,10 +48,14 @@ class Runs:
 @dataclass(frozen=True)
 class Report:
     """`sites` has the sites in the model's order; `eager` says how many training steps and compiled calls ran
-    eagerly, by reason. The printed report has a line for each site that ran its original, and totals."""
+    eagerly, by reason. `padded` counts those that were padded ("padded") and their positions ("given",
+    "added"); `unpadded` says why none are. The printed report has a line for each site that ran its original,
+    and totals."""
 
     sites: tuple[Runs, ...]
     eager: Mapping[str, int] = field(default_factory=dict)
+    padded: Mapping[str, int] = field(default_factory=dict)
+    unpadded: tuple[str, ...] = ()
 
     @property
     def declined(self) -> int:
@@ -63,7 +67,7 @@ class Report:
 
     def __str__(self) -> str:
         runs = [(f"{r.path} ({r.kind})", r.taken, r.declined) for r in self.sites]
-        return report_text(runs, self.eager)
+        return report_text(runs, self.eager, self.padded, self.unpadded)
 
 
 @dataclass
@@ -71,7 +75,8 @@ class Acceleration:
     """A model whose forwards run Fuseline's ops where that was proved right and faster.
 
     Call the model itself as before. `sites` has a result for each recognized place; print the handle for a
-    table. `whole` compares the model's whole step before and after, if sites were timed.
+    table. `whole` compares the model's whole step before and after, if sites were timed. Where
+    `pad_calls` is set to False before the first `compiled_call`, no call is padded.
     """
 
     model: nn.Module
@@ -80,6 +85,7 @@ class Acceleration:
     notes: tuple[str, ...] = ()
     head: nn.Linear | None = None
     wanted: Wanted = field(default_factory=lambda: Wanted(train=True))
+    pad_calls: bool = True
     _changes: dict[tuple[str, str], Change] = field(default_factory=dict, repr=False)
     _marked: dict[str, tuple[nn.Module, AttentionMark]] = field(default_factory=dict, repr=False)
     _call: CompiledCall | None = field(default=None, repr=False)
@@ -189,16 +195,20 @@ class Acceleration:
 
     def report(self) -> Report:
         """How often each kept site has run Fuseline's op, how often and why it ran the original, and how many
-        steps and compiled calls were not recorded."""
+        steps and compiled calls were not recorded, or were padded."""
         standing: list[tuple[str, str, Layer | StandIn | AttentionMark]] = [
             *((path, kind, change.counter) for (path, kind), change in self._changes.items()),
             *((path, "attention", mark) for path, (_, mark) in self._marked.items()),
         ]
-        eager: Counter[str] = Counter() if self._call is None else Counter(self._call.eager_calls)
-        for step in self._steps:
-            eager.update(step.eager_steps)
-        sites = (Runs(path, kind, runs.taken, dict(runs.declined)) for path, kind, runs in standing)
-        return Report(tuple(sites), dict(eager))
+        calls = () if self._call is None else (self._call,)
+        eager = [*(call.eager_calls for call in calls), *(step.eager_steps for step in self._steps)]
+        lengths = [one.lengths for one in (*calls, *self._steps)]
+        return Report(
+            tuple(Runs(path, kind, runs.taken, dict(runs.declined)) for path, kind, runs in standing),
+            dict(sum(eager, Counter())),
+            dict(sum((one.counts for one in lengths), Counter())),
+            tuple(sorted({one.reason for one in lengths if one.reason})),
+        )
 
     def training_step(
         self,
@@ -209,6 +219,7 @@ class Acceleration:
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
         compiled: bool = True,
+        pad: bool = True,
     ) -> TrainingStep:
         """`step = fast.training_step(optimizer)`; `loss = step(batch)` trains one step and returns its loss.
 
@@ -218,7 +229,9 @@ class Acceleration:
         that sets `group["lr"]`, keep working. Sites are proved and timed again on the first batch, in this
         precision. A recorded step is also tried with the model's blocks compiled by `torch.compile` instead
         of with Fuseline's kernels. The fastest form is kept, and `step.choice` has the times. With
-        `compiled=False` nothing is compiled.
+        `compiled=False` nothing is compiled. Batches with an `attention_mask` that differ in their length are
+        padded to a few recorded lengths, after a proof that loss and gradients stay the same; not with
+        `pad=False`.
         """
         step = TrainingStep(
             self.model,
@@ -229,6 +242,8 @@ class Acceleration:
             grad_clip=grad_clip,
             scheduler=scheduler,
             loss=loss,
+            pad=pad,
+            own_code=self.paused,
         )
         self._steps.add(step)
         return step
@@ -236,9 +251,16 @@ class Acceleration:
     def compiled_call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward without gradients, on a GPU as a CUDA graph recorded for each set of shapes, in
         the fastest form: with Fuseline's kernels, or with the model's blocks compiled. There layers that read
-        one tensor are one product: their weights move into one piece of memory, until `undo`."""
+        one tensor are one product: their weights move into one piece of memory, until `undo`. Calls with an
+        `attention_mask=` that differ in their length are padded to a few recorded lengths, after a proof that
+        the outputs, cut back, stay the same; not if `pad_calls` is False."""
         if self._call is None:
-            self._call = CompiledCall(self.model, lambda: self._compiled_forms(backend=MergedProducts()))
+            self._call = CompiledCall(
+                self.model,
+                lambda: self._compiled_forms(backend=MergedProducts()),
+                pad=self.pad_calls,
+                own_code=self.paused,
+            )
         return self._call(*args, **kwargs)
 
     def _prepared(self, batch: Any, compiled: bool, loss: Loss | None = None) -> list[Form]:

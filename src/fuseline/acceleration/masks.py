@@ -20,7 +20,7 @@ SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 PACKED = "find_packed_sequence_indices"
 
 
-def hides_nothing(batch: Any) -> Hashable:
+def hides_nothing(batch: Any) -> tuple[Any, ...]:
     """Of each mask that a batch names: its shape where it hides nothing, else None. Waits for the device if
     the mask lies there, as the library would."""
     if not isinstance(batch, Mapping) or _library() is None:

@@ -30,7 +30,7 @@ class HeldGraphError(NotRecordableError):
         )
 
 
-def autocast_now(device: torch.device) -> Hashable:
+def autocast_now(device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast that is on for the device; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 

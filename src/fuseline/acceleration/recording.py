@@ -196,6 +196,7 @@ class StepGraph:
 
 
 NOT_RECORDED = object()
+Take = Callable[[list[Any]], list[Any]]
 
 
 class CallGraph:
@@ -209,9 +210,9 @@ class CallGraph:
         self._memory = GraphMemory(self._device)  # another one once all graphs are dropped
         self._places: Hashable = None  # of the module's tensors, which all graphs read
 
-    def __call__(self, call: Any, also: Hashable = None) -> Any:
+    def __call__(self, call: Any, also: Hashable = None, take: Take = list) -> Any:
         """What `run` gives for the call; its tensors are the caller's to keep. `also` is all else that a
-        recording depends on."""
+        recording depends on; `take(leaves)` is what the caller gets of each leaf of the outputs."""
         key, leaves = self._key(call, also)
         if key not in self._recorded:
             if not self._recorded:
@@ -220,19 +221,19 @@ class CallGraph:
                 graph, static, outputs = self._record(call, self._memory)
             self._recorded[key] = graph, flattened(static)[0], *pytree.tree_flatten(outputs)
             self._places, _ = self._standing()
-        return self._replayed(key, leaves)
+        return self._replayed(key, leaves, take)
 
-    def if_recorded(self, call: Any, also: Hashable = None) -> Any:
+    def if_recorded(self, call: Any, also: Hashable = None, take: Take = list) -> Any:
         """The same where such a call is recorded; `NOT_RECORDED` where none is. Tensors of the call may lie
         on any device."""
         key, leaves = self._key(call, also)
-        return self._replayed(key, leaves) if key in self._recorded else NOT_RECORDED
+        return self._replayed(key, leaves, take) if key in self._recorded else NOT_RECORDED
 
-    def _replayed(self, key: Hashable, leaves: list[Any]) -> Any:
+    def _replayed(self, key: Hashable, leaves: list[Any], take: Take) -> Any:
         graph, targets, outputs, spec = self._recorded[key]
         fill(targets, leaves)
         graph.replay()
-        kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
+        kept = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in take(outputs)]
         return pytree.tree_unflatten(kept, spec)
 
     def seconds(self, call: Any) -> float:

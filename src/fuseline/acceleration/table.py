@@ -52,9 +52,14 @@ def grouped(sites: Sequence[Site]) -> list[tuple[list[str], Site]]:
     return sorted(groups.values(), key=lambda group: ORDER.get(group[1].status, 9))
 
 
-def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]], eager: Mapping[str, int]) -> str:
-    """One line for each reason why a site ran its original or why a step or call was not recorded, then the
-    totals."""
+def report_text(
+    runs: Sequence[tuple[str, int, Mapping[str, int]]],
+    eager: Mapping[str, int],
+    padded: Mapping[str, int],
+    unpadded: Sequence[str],
+) -> str:
+    """One line for each reason why a site ran its original or why a step or call was not recorded, what was
+    padded and why nothing was, then the totals."""
     lines = []
     for site, _, declined in runs:
         lines += [f"{site}: {count} times its own code: {reason}" for reason, count in declined.items()]
@@ -62,6 +67,13 @@ def report_text(runs: Sequence[tuple[str, int, Mapping[str, int]]], eager: Mappi
         f"{count} of the steps and compiled calls were not recorded: {reason}"
         for reason, count in eager.items()
     ]
+    if padded.get("padded"):
+        share = padded["added"] / padded["given"]
+        lines.append(
+            f"{padded['padded']} steps and compiled calls were padded to a recorded length, which added "
+            f"{share:.1%} to their positions."
+        )
+    lines += [f"No batch is padded: {reason}" for reason in unpadded]
     taken = sum(count for _, count, _ in runs)
     left = sum(sum(declined.values()) for _, _, declined in runs)
     lines.append(f"{taken} calls ran Fuseline's ops, {left} the model's own code.")

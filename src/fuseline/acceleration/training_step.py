@@ -2,7 +2,8 @@
 
 A step is forward under autocast, backward, clipping without a synchronization, optimizer and scheduler. If it
 cannot be recorded (on a CPU, with an optimizer that is not capturable, with shapes that never repeat, with
-layers that the host skips at random), it runs eagerly, and `execution` and `reason` say so.
+layers that the host skips at random), it runs eagerly, and `execution` and `reason` say so. Batches that
+differ in their length are padded to a few lengths where that was proved to change nothing (lengths.py).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.forms import LARGEST_DISTANCE, Choice, Form, InForms, choose, distance
+from fuseline.acceleration.forms import Choice, Form, InForms, Inside, choose, narrowest, too_far
 from fuseline.acceleration.fp8 import Fp8Layers
 from fuseline.acceleration.learning_rates import LearningRates, why_not_recordable
+from fuseline.acceleration.lengths import Lengths, Masks
 from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.no_cache import without_cache
 from fuseline.acceleration.observe import call_model
+from fuseline.acceleration.padding_proof import NothingProvedError
 from fuseline.acceleration.pay import Clock
 from fuseline.acceleration.precision import (
     autocast,
@@ -33,6 +36,7 @@ from fuseline.acceleration.precision import (
 )
 from fuseline.acceleration.recordable import HeldGraphError, NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import StepGraph
+from fuseline.acceleration.returned_loss import returned_loss
 from fuseline.acceleration.shared_input import across_modules
 from fuseline.acceleration.wanted import Loss
 from fuseline.acceleration.weight_copies import WeightCopies
@@ -76,10 +80,14 @@ class TrainingStep(InForms):
             or not after a step (`fuseline.optim.Update`).
         scheduler: its `step()` is called after each optimizer step.
         loss: `loss(output, batch)`, for a model that returns no loss.
+        pad: whether a batch may be padded to a length that is recorded (lengths.py says when).
+        own_code: the context in which the model runs its own code.
 
     Attributes:
         execution: "recorded" or "eager", and `reason`: why it is eager.
         eager_steps: how many steps ran eagerly, by reason.
+        lengths: how many steps were padded and by how much (`lengths.counts`), and why none are
+            (`lengths.reason`).
         choice: the form that is used, and the milliseconds of each form; None before the first step.
         fp8: which linear layers compute in fp8, and why not the others (`fp8.summary()`); None for other
             precisions.
@@ -96,6 +104,8 @@ class TrainingStep(InForms):
         grad_clip: float = 1.0,
         scheduler: Scheduler | None = None,
         loss: Loss | None = None,
+        pad: bool = True,
+        own_code: Inside = contextlib.nullcontext,
         fp8: Fp8Layers | None = None,
     ) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
@@ -127,8 +137,9 @@ class TrainingStep(InForms):
         self.eager_steps: Counter[str] = Counter()
         self._graph: StepGraph | None = None
         self._rates: LearningRates | None = None
+        self.lengths, self._own_code = Lengths(model, pad=pad), own_code
         self._masks = MasksLeftOut()
-        self._full: tuple[Hashable, ...] = ()  # of each micro-batch: masks that hide nothing
+        self._full: Masks = ()  # masks that hide nothing
         self._settings: dict[Hashable, None] = {}
         self._held = 0
         if not self.reason:
@@ -186,16 +197,18 @@ class TrainingStep(InForms):
         self._rates.refresh()
         settings = self._rates.others()
         self._settings.setdefault(settings)
-        also = settings, self._full
         if len(self._settings) > MOST_SETTINGS:
             self._give_up("the optimizer's settings beside the learning rate change from step to step")
             return self._eagerly(batches)
-        if len(self._graph) >= MOST_GRAPHS and not self._graph.has(batches, also):
-            return self._eagerly(batches, MANY_SHAPES)
+        room = len(self._graph) < MOST_GRAPHS
+        fitted, self._full = self._fitted(batches, room)
+        also = settings, self._full
+        if not room and not self._graph.has(fitted, also):
+            return self._eagerly(batches, f"{MANY_SHAPES} (not padded: {self.lengths.why})")
         try:
             if self.choice is None:
-                self.choice = self._choose(batches)
-            return self._graph(batches, also)
+                self.choice = self._choose(fitted)
+            loss = self._graph(fitted, also)
         except HeldGraphError as error:
             # `loss = step(batch)` lets go of the loss before, so that the next step is recorded.
             self._held += 1
@@ -207,10 +220,24 @@ class TrainingStep(InForms):
             self._give_up(first_line(error))
             return self._eagerly(batches)
         except RuntimeError as error:
-            if ran_out_of_memory(error) or self._graph.has(batches, also):
+            if ran_out_of_memory(error) or self._graph.has(fitted, also):
                 raise
             self._give_up(f"it could not be recorded ({first_line(error)})")
             return self._eagerly(batches)
+        if fitted is not batches:
+            self.lengths.count(batches, fitted)
+        return loss
+
+    def _fitted(self, batches: tuple[Any, ...], room: bool) -> tuple[tuple[Any, ...], Masks]:
+        """The batches at the length that they are recorded at, and their masks that hide nothing."""
+        fitted = self.lengths.fit(
+            batches,
+            self._full,
+            self._to_compare,
+            self._why_padding_shows,
+            room=room,
+        )
+        return fitted or (batches, self._full)
 
     def _give_up(self, reason: str) -> None:
         self.close()
@@ -234,29 +261,55 @@ class TrainingStep(InForms):
         """Why a form differs from the first: its loss or its gradients of a batch do. If the model draws
         random numbers, they differ between forms; then losses and gradients must only be finite."""
         random = torch.cuda.get_rng_state(self.device)
-        wanted = self._gradients(self._forms[0], batch)
+        wanted = self._gradients(self._forms[0], batch, self._full[0], self.precision)
         draws = not torch.equal(random, torch.cuda.get_rng_state(self.device))
         torch.cuda.set_rng_state(random, self.device)
-        found = self._gradients(form, batch)
+        found = self._gradients(form, batch, self._full[0], self.precision)
         if any(
             not one.isfinite().all() and other.isfinite().all()
             for one, other in zip(found, wanted, strict=True)
         ):
             return "its gradients are not finite"
-        narrow = min((t.dtype for t in wanted), key=lambda dtype: dtype.itemsize)
-        narrow = _COMPUTED_IN.get(self.precision, narrow)
-        apart = 0.0 if draws else max(distance(found, wanted), distance(found[:1], wanted[:1]))
-        if apart > LARGEST_DISTANCE.get(narrow, 0.0):
+        if not draws and (apart := self._too_far(found, wanted)):
             return f"its loss and gradients lie {apart:.1%} from those of the kernels"
         return None
 
-    def _gradients(self, form: Form, batch: Any) -> list[torch.Tensor]:
-        """The loss of a batch, and its gradients."""
+    def _to_compare(self, batch: Any, exact: bool) -> list[torch.Tensor]:
+        """The loss and the gradients of a batch; with `exact` by the model's own code, without autocast."""
+        form = Form("its own code", self._own_code) if exact else self._forms[0]
+        return self._gradients(form, batch, hides_nothing(batch), "fp32" if exact else self.precision)
+
+    def _why_padding_shows(
+        self, found: list[torch.Tensor], wanted: list[torch.Tensor], batch: Any, *, exact: bool
+    ) -> str | None:
+        """Why a padded batch has another loss or other gradients than the batch as it came."""
+        if not all(tensor.isfinite().all() for tensor in wanted):
+            raise NothingProvedError("the loss or the gradients of the batch are not finite")
+        if apart := self._too_far(found, wanted, exact):
+            return (
+                f"padding changes its loss and gradients by {apart:.1%}: its mask does not hide what is added"
+            )
+        return None
+
+    def _too_far(self, found: list[torch.Tensor], wanted: list[torch.Tensor], exact: bool = False) -> float:
+        """How far loss and gradients lie apart; 0 if roundings explain it: those of float32 if `exact`."""
+        dtype = _COMPUTED_IN.get(self.precision, narrowest(t.dtype for t in wanted))
+        dtype = torch.float32 if exact else dtype
+        return too_far(found, wanted, dtype) or too_far(found[:1], wanted[:1], dtype)
+
+    def _gradients(self, form: Form, batch: Any, full: Hashable, precision: str) -> list[torch.Tensor]:
+        """The loss of a batch, and its gradients: zeros where there is none. `full`: masks of it that hide
+        nothing."""
         self.optimizer.zero_grad(set_to_none=True)
-        with self._in_form(Choice(form)), autocast(self.precision, self.device), self._inside():
+        with self._in_form(Choice(form)), autocast(precision, self.device), self._inside(full):
             loss = self._loss_of(call_model(self.model, batch), batch)
         loss.backward()
-        given = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        nothing = torch.zeros((), device=self.device)
+        given = [
+            nothing.to(p.dtype).expand_as(p) if p.grad is None else p.grad
+            for p in self._parameters
+            if p.requires_grad
+        ]
         self.optimizer.zero_grad(set_to_none=True)
         return [loss.detach(), *given]
 
@@ -275,7 +328,8 @@ class TrainingStep(InForms):
     def _backward(self, index: int, batch: Any) -> torch.Tensor:
         """Adds a micro-batch's gradients to those before it; returns its loss."""
         with self._gradients_averaged(is_last=index == self.accumulation - 1):
-            with autocast(self.precision, self.device), self._inside(index):
+            full = self._full[index] if self._full else ()
+            with autocast(self.precision, self.device), self._inside(full):
                 output = call_model(self.model, batch)
                 loss = self._loss_of(output, batch)
                 if self.accumulation > 1:
@@ -284,14 +338,14 @@ class TrainingStep(InForms):
         return loss.detach()
 
     @contextlib.contextmanager
-    def _inside(self, index: int = 0) -> Iterator[None]:
-        """The context of the kept form, with the micro-batch's masks; that of the plain form for an eager
-        step."""
+    def _inside(self, full: Hashable) -> Iterator[None]:
+        """The context of the kept form, with masks of which those in `full` hide nothing; that of the plain
+        form for an eager step."""
         if self.choice is None:
             with across_modules(), self._forms[0].inside():
                 yield
         else:
-            seeds, masks = seeds_together(), self._masks.inside(self._full[index])
+            seeds, masks = seeds_together(), self._masks.inside(full)
             with across_modules(), seeds, self.choice.form.inside(), masks:
                 yield
 
@@ -324,19 +378,6 @@ class TrainingStep(InForms):
 _HALVES = ("bf16", "fp16", "fp8")
 _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "tf32": torch.float16}
 """What rounds like the products of a precision, whatever the weights are."""
-
-
-def returned_loss(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returns: what it calls so, or the only number that has a gradient."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, torch.Tensor):
-        return named if named.dim() == 0 else named.mean()
-    numbers = [
-        leaf
-        for leaf in pytree.tree_leaves(output)
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad
-    ]
-    return numbers[0].reshape(()) if len(numbers) == 1 else None
 
 
 def _is_narrow(model: nn.Module) -> bool:
