@@ -1,0 +1,131 @@
+"""A norm's result that says float32 and holds 16 bits, for sums of a 16-bit branch and a float32 stream.
+
+Under autocast torch's norms return float32, and the linear layer behind them casts that to 16 bits. The pass
+that makes the sum writes those 16 bits, and a linear layer under the same autocast is given them: they are
+what its cast would give. Whoever else asks for the result gets torch's norm of the sum in float32, computed
+then, once.
+
+For autograd both are results of one node (`norm_ahead.Normalized`), which adds up what comes back to them. So
+a hook on the result, or `torch.autograd.grad` of it, sees the whole gradient only where no linear layer was
+given the 16 bits before. That raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.flow import PRODUCTS
+from fuseline.acceleration.waiting import Waiting, is_as_made, node_of
+
+WRITTEN = (
+    "The residual sum that a norm was given, or the norm's weights, were written to before the norm's result "
+    "was read in float32. When the model was accelerated only linear layers read it, in 16 bits. Read it "
+    "before you write, or leave the norm out with skip=."
+)
+LATE = (
+    "The gradient of a norm's result is asked for after a linear layer has read the result in 16 bits. "
+    "Fuseline gives that layer's gradient straight to the norm, so it would be missing here. Ask before the "
+    "layer is called (a hook, retain_grad), or leave the norm out with skip=."
+)
+
+
+class NarrowNorm(Waiting):
+    """The result of a norm of the sum `_x`, in float32, which nobody has computed yet; `_narrow` is the same
+    in 16 bits."""
+
+    _narrow: torch.Tensor
+    _given: bool
+    """Whether a linear layer was given the 16 bits."""
+    _in_full: Callable[[], torch.Tensor]
+    _seen: Sequence[tuple[torch.Tensor, int]]
+    _tell: Callable[[], object]
+
+    @classmethod
+    def like(cls, x: torch.Tensor) -> Self:
+        """One without anything, for a node of autograd to return."""
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+
+    def hold(
+        self,
+        narrow: torch.Tensor,
+        in_full: Callable[[], torch.Tensor],
+        stands_on: Sequence[torch.Tensor],
+    ) -> None:
+        """The same in 16 bits, and what computes it in float32 of these tensors."""
+        self._narrow, self._given, self._made = narrow, False, None
+        self._in_full, self._tell = in_full, lambda: None
+        self._seen = [(tensor, tensor._version) for tensor in stands_on]
+        self._node = node_of(self)
+
+    def when_read_in_full(self, tell: Callable[[], object]) -> None:
+        """Call `tell` when somebody wants float32."""
+        self._tell = tell
+
+    def in_16_bits(self) -> torch.Tensor | None:
+        """What autocast casts it to for a product now; None where that is another dtype, or where somebody
+        may have changed the numbers or their gradient."""
+        narrow = self._narrow
+        device = narrow.device.type
+        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) is not narrow.dtype:
+            return None
+        if self._made is not None or not is_as_made(self):
+            return None
+        self._given = True
+        return narrow
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = PRODUCTS.get(func)
+        if place is not None and len(args) > place:
+            args = (*args[:place], for_product(args[place]), *args[place + 1 :])
+        elif func in ASKS_GRADIENT:
+            _check_complete(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _as_plain(self) -> torch.Tensor:
+        node = node_of(self)
+        if self._made is None or node is not self._node:
+            with torch.set_grad_enabled(node is not None):
+                self._made, self._node = _InFull.apply(self), node
+        return self._made
+
+    def _below_autograd(self) -> torch.Tensor:
+        return self._computed_in_full() if self._made is None else self._made.detach()
+
+    def _computed_in_full(self) -> torch.Tensor:
+        if any(tensor._version != version for tensor, version in self._seen):
+            raise RuntimeError(WRITTEN)
+        self._tell()
+        return self._in_full()
+
+
+class _InFull(torch.autograd.Function):
+    """The numbers in float32, whose gradient goes to the norm's node."""
+
+    @staticmethod
+    def forward(_: Any, norm: NarrowNorm) -> torch.Tensor:
+        return norm._computed_in_full()
+
+    @staticmethod
+    def backward(_: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+ASKS_GRADIENT = frozenset({torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad})
+
+
+def for_product(value: Any) -> Any:
+    """What a product is given in the place of a value: its 16 bits, where it holds those that autocast would
+    make."""
+    narrow = value.in_16_bits() if type(value) is NarrowNorm else None
+    return value if narrow is None else narrow
+
+
+def _check_complete(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("inputs", args[1:2]) if func is torch.autograd.grad else args[:1]
+    if any(type(one) is NarrowNorm and one._given for one in pytree.tree_leaves(asked)):
+        raise RuntimeError(LATE)
