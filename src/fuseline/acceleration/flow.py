@@ -31,6 +31,14 @@ PRODUCTS = {
     **dict.fromkeys((torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), 0),
 }
 """Products by weights, which autocast computes in 16 bits, and the place of what is multiplied."""
+MOVES = frozenset(
+    {
+        *(torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten),
+        torch.Tensor.__getitem__,
+    }
+)
+PLACES = (int, slice, type(None), type(Ellipsis))
+"""Kinds of indices that take a part of a tensor as it lies."""
 
 RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
 
@@ -121,7 +129,7 @@ class Flow(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._unseen and func not in ASKS:
-            self._note_readers(func, args, kwargs)
+            self._note_readers(func, args, kwargs or {}, result)
         if func in DROPOUTS:
             self._note_drop(result, dropping(args, kwargs or {}))
         elif func in RELUS:
@@ -173,7 +181,10 @@ class Flow(TorchFunctionMode):
             if type(module) is nn.Dropout and noted is not None:
                 setattr(tensor, _DROP, (Drop(noted[0].p, maker, inside=True), *noted[1:]))
 
-    def _note_readers(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _note_readers(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if moves(func, args, kwargs):
+            setattr(result, _RESULT, getattr(args[0], _RESULT, ()))
+            return
         place = PRODUCTS.get(func)
         if place is not None and not self.compiled and len(args) > place and _is_cast(args[place]):
             self.multiplied.update(getattr(args[place], _RESULT, ()))
@@ -223,6 +234,16 @@ class Flow(TorchFunctionMode):
         if not reason:
             seen = SumSeen(branch, one.dim(), drop=_drop_of(summand), narrow=narrow)
         setattr(result, _SUM, (seen, _version(result)))
+
+
+def moves(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call does nothing with the numbers of its first argument but to show them in another shape,
+    or a part of them."""
+    if func not in MOVES or kwargs or not isinstance(args[0], torch.Tensor):
+        return False
+    if func is not torch.Tensor.__getitem__:
+        return True
+    return all(type(one) in PLACES for one in (args[1] if type(args[1]) is tuple else args[1:]))
 
 
 @dataclass(frozen=True)

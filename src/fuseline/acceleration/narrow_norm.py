@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.flow import PRODUCTS
+from fuseline.acceleration.flow import PRODUCTS, moves
 from fuseline.acceleration.waiting import Waiting, is_as_made, node_of
 
 WRITTEN = (
@@ -38,16 +38,22 @@ class NarrowNorm(Waiting):
     in 16 bits."""
 
     _narrow: torch.Tensor
+    _whole: NarrowNorm | None
+    """The result that this is a part of, or has in another shape."""
     _given: bool
     """Whether a linear layer was given the 16 bits."""
     _in_full: Callable[[], torch.Tensor]
     _seen: Sequence[tuple[torch.Tensor, int]]
     _tell: Callable[[], object]
+    _move: Callable[[], torch.Tensor]
+    """What makes a part from the whole in float32."""
 
     @classmethod
     def like(cls, x: torch.Tensor) -> Self:
         """One without anything, for a node of autograd to return."""
-        return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=x.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, x.shape, strides=x.stride(), dtype=torch.float32, device=x.device
+        )
 
     def hold(
         self,
@@ -56,13 +62,13 @@ class NarrowNorm(Waiting):
         stands_on: Sequence[torch.Tensor],
     ) -> None:
         """The same in 16 bits, and what computes it in float32 of these tensors."""
-        self._narrow, self._given, self._made = narrow, False, None
-        self._in_full, self._tell = in_full, lambda: None
+        self._narrow, self._whole, self._given, self._made = narrow, None, False, None
+        self._in_full, self._tell = in_full, _nobody
         self._seen = [(tensor, tensor._version) for tensor in stands_on]
         self._node = node_of(self)
 
     def when_read_in_full(self, tell: Callable[[], object]) -> None:
-        """Call `tell` when somebody wants float32."""
+        """Call `tell` once somebody wants float32."""
         self._tell = tell
 
     def in_16_bits(self) -> torch.Tensor | None:
@@ -72,16 +78,33 @@ class NarrowNorm(Waiting):
         device = narrow.device.type
         if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) is not narrow.dtype:
             return None
-        if self._made is not None or not is_as_made(self):
+        if not self._untouched():
             return None
-        self._given = True
+        part: NarrowNorm | None = self
+        while part is not None:
+            part._given, part = True, part._whole
         return narrow
+
+    def _untouched(self) -> bool:
+        if self._made is not None or not is_as_made(self):
+            return False
+        return self._whole is None or self._whole._untouched()
+
+    def _moved(self, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> NarrowNorm:
+        """What a function makes of it that only moves numbers."""
+        narrow = func(self._narrow, *args)
+        moved: NarrowNorm = _Moved.apply(self, func, args, narrow.detach())
+        moved.hold(narrow, lambda: func(self._below_autograd(), *args), ())
+        moved._whole, moved._move = self, lambda: func(self._as_plain(), *args)
+        return moved
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = PRODUCTS.get(func)
         if place is not None and len(args) > place:
             args = (*args[:place], for_product(args[place]), *args[place + 1 :])
+        elif moves(func, args, kwargs or {}) and type(args[0]) is cls and args[0]._untouched():
+            return args[0]._moved(func, args[1:])
         elif func in ASKS_GRADIENT:
             _check_complete(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
@@ -90,7 +113,8 @@ class NarrowNorm(Waiting):
         node = node_of(self)
         if self._made is None or node is not self._node:
             with torch.set_grad_enabled(node is not None):
-                self._made, self._node = _InFull.apply(self), node
+                as_made = node is self._node and self._whole is not None
+                self._made, self._node = self._move() if as_made else _InFull.apply(self), node
         return self._made
 
     def _below_autograd(self) -> torch.Tensor:
@@ -99,7 +123,8 @@ class NarrowNorm(Waiting):
     def _computed_in_full(self) -> torch.Tensor:
         if any(tensor._version != version for tensor, version in self._seen):
             raise RuntimeError(WRITTEN)
-        self._tell()
+        tell, self._tell = self._tell, _nobody
+        tell()
         return self._in_full()
 
 
@@ -115,7 +140,30 @@ class _InFull(torch.autograd.Function):
         return grads[0]
 
 
+class _Moved(torch.autograd.Function):
+    """A part of a norm's result, or the result in another shape, with the shape of `like`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, norm: NarrowNorm, func: Any, args: tuple[Any, ...], like: torch.Tensor
+    ) -> NarrowNorm:
+        ctx.moved = norm.shape, func, args
+        return NarrowNorm.like(like)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        shape, func, args = ctx.moved
+        with torch.enable_grad():
+            given = grads[0].new_zeros(shape).requires_grad_()
+            (gradient,) = torch.autograd.grad(func(given, *args), given, grads)
+        return gradient, None, None, None
+
+
 ASKS_GRADIENT = frozenset({torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad})
+
+
+def _nobody() -> None:
+    """Is told that float32 was read."""
 
 
 def for_product(value: Any) -> Any:

@@ -182,7 +182,7 @@ class Normalized(torch.autograd.Function):
         # A view of two outputs could not be written to.
         normalized = ahead.normalized
         normalized = normalized if normalized.shape == read.shape else normalized.view(read.shape)
-        norm = NarrowNorm.like(read) if ahead.is_narrower(read) else None
+        norm = NarrowNorm.like(normalized) if ahead.is_narrower(read) else None
         return normalized, read if gives_back else None, norm
 
     @staticmethod
