@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fuseline.acceleration import linear_study, sum_norm, sum_study
+from fuseline.acceleration.deferred_logits import HeadLoss
 from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.narrow_norm import NarrowNorm
 from fuseline.acceleration.shared_input import across_modules
@@ -56,17 +57,17 @@ class Stack(nn.Sequential):
 
 
 @contextmanager
-def autocast(*, on: bool = True) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=on):
+def autocast(device: str = "cpu", *, on: bool = True) -> Iterator[None]:
+    with torch.autocast(device, torch.bfloat16, enabled=on):
         yield
 
 
 def results(model: nn.Module, x: torch.Tensor, *, on: bool = True) -> Tensors:
     """The output and all gradients."""
     given = x.detach().clone().requires_grad_()
-    with autocast(on=on):
+    with autocast(x.device.type, on=on):
         y = model(given)
-    incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).bfloat16().to(y.dtype)
+    incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).bfloat16().to(y)
     return [y.detach(), *torch.autograd.grad(y, [given, *model.parameters()], incoming)]
 
 
@@ -449,13 +450,21 @@ def nanogpt(p: float) -> NanoGPT:
 NORMS = ["transformer.h.0.ln_2", "transformer.h.1.ln_1", "transformer.h.1.ln_2", "transformer.ln_f"]
 
 
-def test_a_training_step_of_nanogpt(keep_all: Make) -> None:
+def test_a_training_step_of_nanogpt(keep_all: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model, first = nanogpt(0.0), batch_of(0)
     plain = copy.deepcopy(model)
     fast = keep_all(model, first)
     assert set(sums(fast)) == set(NORMS)
     ours, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, plain))
     step = fast.training_step(ours, precision="bf16", loss=lambda output, _: output[1])
+    heads: list[torch.dtype] = []
+    by_fuseline = HeadLoss.by_fuseline
+
+    def loss_of(given: HeadLoss) -> torch.Tensor:
+        heads.append(given.head.hidden.dtype)
+        return by_fuseline(given)
+
+    monkeypatch.setattr(HeadLoss, "by_fuseline", loss_of)
     for seed in range(4):
         batch = batch_of(seed)
         theirs.zero_grad()
@@ -466,6 +475,7 @@ def test_a_training_step_of_nanogpt(keep_all: Make) -> None:
         theirs.step()
         assert float(step(batch)) == pytest.approx(loss.item(), rel=1e-2)
     assert sums(fast) == dict.fromkeys(NORMS, (4, {}))
+    assert heads[-4:] == [torch.bfloat16] * 4
     assert [site.path for site in fast.sites if site.kind == "head_loss" and site.status == "found"] == [
         "lm_head"
     ]
@@ -493,3 +503,41 @@ def test_dropout_of_16_bits_before_the_sum(keep_all: Make, by_seeds: None) -> No
     with across_modules():
         near(gradients(model, by_reference=False), expected)
     assert {taken for taken, _ in sums(fast).values()} == {2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [WIDTH, 768])
+def test_on_a_gpu(width: int, keep_all: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swapped linear layers, feed-forward layers and torch's own, alone and within a training step."""
+    monkeypatch.setitem(globals(), "WIDTH", width)
+    model, x = Stack().cuda(), torch.randn(4, 33, width, device="cuda")
+    plain = copy.deepcopy(model)
+    with autocast("cuda"):
+        fast = keep_all(model, x)
+    exact = results(copy.deepcopy(plain).double(), x.double(), on=False)
+    for within in (False, True):
+        with across_modules() if within else autocast("cuda"):
+            check(results(model, x), results(plain, x), exact)
+    assert sums(fast) == dict.fromkeys(SUMS, (2, {}))
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_of_nanogpt(keep_all: Make) -> None:
+    model = nanogpt(0.0).cuda()
+    plain = copy.deepcopy(model)
+    fast = keep_all(model, {name: one.cuda() for name, one in batch_of(0).items()})
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-3, fused=True) for one in (model, plain))
+    step = fast.training_step(ours, precision="bf16", loss=lambda output, _: output[1], compiled=False)
+    for seed in range(4):
+        batch = {name: one.cuda() for name, one in batch_of(seed).items()}
+        theirs.zero_grad()
+        with autocast("cuda"):
+            loss = plain(**batch)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        theirs.step()
+        assert float(step(batch)) == pytest.approx(loss.item(), rel=1e-2)
+    assert step.execution == "recorded"
+    kept = {site.path for site in fast.kept if site.kind == "residual_norm"}
+    assert kept <= set(NORMS)
+    print(fast)
