@@ -170,7 +170,8 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "out of place, written to": lambda y: y.mul_(1.5),
     "detached": lambda y: y.detach() * 0.5 + y,
     "another dtype": lambda y: y.double().to(y.dtype),
-    "16 bits, written to": lambda y: (y.to(torch.bfloat16).mul_(3.0), y)[1],
+    "other 16 bits": lambda y: y.to(torch.float16).to(y.dtype),
+    "its bits": lambda y: (y.view(torch.int32), y)[1],
     "a view, written to": lambda y: (y.view(-1, WIDTH).mul_(1.5), y)[1],
     "a part of a view": lambda y: y + y.view(-1, WIDTH)[3:4],
     "its own function of parts": lambda y: torch.cat(
@@ -239,6 +240,25 @@ def test_parts_and_other_shapes_have_16_bits_too(name: str, x: torch.Tensor, kee
         loss = model(x).float().sum()
     with pytest.raises(RuntimeError, match="asked for after a linear layer"):
         torch.autograd.grad(loss, seen[0])
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_cast_to_16_bits(writes: bool, made: Made, x: torch.Tensor) -> None:
+    """As fp8 layers make it. It is the reader's own, to write to."""
+    model, plain, fast = made
+
+    def sees(y: torch.Tensor) -> torch.Tensor:
+        cast = y.to(torch.bfloat16)
+        assert y._version == 0
+        if writes:
+            cast.mul_(3.0)
+            return y
+        return cast if y.dtype is torch.float32 else y
+
+    for one in (model, plain):
+        one[1].sees = sees
+    check(results(model, x), results(plain, x), results(copy.deepcopy(plain).double(), x.double(), on=False))
+    assert sums(fast)["1.before"] == (1, {})
 
 
 def test_readers_of_both_kinds_add_up_their_gradients(made: Made, x: torch.Tensor) -> None:

@@ -185,7 +185,7 @@ class Flow(TorchFunctionMode):
         if moves(func, args, kwargs):
             setattr(result, _RESULT, getattr(args[0], _RESULT, ()))
             return
-        place = PRODUCTS.get(func)
+        place = 0 if casts_to_16_bits(func, args, kwargs) else PRODUCTS.get(func)
         if place is not None and not self.compiled and len(args) > place and _is_cast(args[place]):
             self.multiplied.update(getattr(args[place], _RESULT, ()))
             args = (*args[:place], *args[place + 1 :])
@@ -236,13 +236,18 @@ class Flow(TorchFunctionMode):
         setattr(result, _SUM, (seen, _version(result)))
 
 
+def casts_to_16_bits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is `x.to(dtype)` with a dtype of 16 bits."""
+    return func is torch.Tensor.to and not kwargs and len(args) == 2 and args[1] in NARROW
+
+
 def moves(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call does nothing with the numbers of its first argument but to show them in another shape,
     or a part of them."""
     if func not in MOVES or kwargs or not isinstance(args[0], torch.Tensor):
         return False
     if func is not torch.Tensor.__getitem__:
-        return True
+        return not isinstance(args[-1], torch.dtype)
     return all(type(one) in PLACES for one in (args[1] if type(args[1]) is tuple else args[1:]))
 
 

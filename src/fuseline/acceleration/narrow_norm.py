@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils import _pytree as pytree
 
-from fuseline.acceleration.flow import PRODUCTS, moves
+from fuseline.acceleration.flow import PRODUCTS, casts_to_16_bits, moves
 from fuseline.acceleration.waiting import Waiting, is_as_made, node_of
 
 WRITTEN = (
@@ -100,13 +100,20 @@ class NarrowNorm(Waiting):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        place = PRODUCTS.get(func)
+        place, kwargs = PRODUCTS.get(func), kwargs or {}
         if place is not None and len(args) > place:
             args = (*args[:place], for_product(args[place]), *args[place + 1 :])
-        elif moves(func, args, kwargs or {}) and type(args[0]) is cls and args[0]._untouched():
-            return args[0]._moved(func, args[1:])
+        elif casts_to_16_bits(func, args, kwargs):
+            narrow = for_product(args[0])
+            if narrow.dtype is args[1]:
+                return narrow.clone()  # nobody else's, to write to
         elif func in ASKS_GRADIENT:
-            _check_complete(func, args, kwargs or {})
+            _check_complete(func, args, kwargs)
+        elif args and type(args[0]) is cls and args[0]._untouched():
+            if moves(func, args, kwargs):
+                return args[0]._moved(func, args[1:])
+            if func == ASKS_VERSION:
+                return 0
         return super().__torch_function__(func, types, args, kwargs)
 
     def _as_plain(self) -> torch.Tensor:
@@ -159,6 +166,7 @@ class _Moved(torch.autograd.Function):
         return gradient, None, None, None
 
 
+ASKS_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 ASKS_GRADIENT = frozenset({torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad})
 
 
