@@ -34,7 +34,7 @@ PRODUCTS = {
 MOVES = frozenset(
     {
         *(torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten),
-        torch.Tensor.__getitem__,
+        *(torch.Tensor.contiguous, torch.Tensor.__getitem__),
     }
 )
 PLACES = (int, slice, type(None), type(Ellipsis))
@@ -238,7 +238,9 @@ class Flow(TorchFunctionMode):
 
 def casts_to_16_bits(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is `x.to(dtype)` with a dtype of 16 bits."""
-    return func is torch.Tensor.to and not kwargs and len(args) == 2 and args[1] in NARROW
+    if func is not torch.Tensor.to or kwargs or len(args) != 2:
+        return False
+    return isinstance(args[1], torch.dtype) and args[1] in NARROW
 
 
 def moves(func: Any, args: Any, kwargs: Any) -> bool:

@@ -5,9 +5,9 @@ that makes the sum writes those 16 bits, and a linear layer under the same autoc
 what its cast would give. Whoever else asks for the result gets torch's norm of the sum in float32, computed
 then, once.
 
-For autograd both are results of one node (`norm_ahead.Normalized`), which adds up what comes back to them. So
-a hook on the result, or `torch.autograd.grad` of it, sees the whole gradient only where no linear layer was
-given the 16 bits before. That raises an error.
+For autograd both are results of one node (`norm_ahead.Normalized`), which adds up what comes back to them. A
+hook on the result, or `torch.autograd.grad` of it, would miss the gradients of those that were given 16 bits
+before: asking for it then raises an error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LATE = (
 
 
 class NarrowNorm(Waiting):
-    """The result of a norm of the sum `_x`, in float32, which nobody has computed yet; `_narrow` is the same
-    in 16 bits."""
+    """A norm's result in float32, which nobody has computed yet. `_narrow` is the same in 16 bits, `_in_full`
+    computes it in float32 of the tensors that were `_seen`, each with its version."""
 
     _narrow: torch.Tensor
     _whole: NarrowNorm | None
