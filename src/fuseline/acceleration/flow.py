@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import Counter
@@ -13,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fuseline.acceleration.waiting import ASKS
 
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
 ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
@@ -21,17 +25,33 @@ BATCHED_PRODUCTS = frozenset(
     {torch.bmm, torch.Tensor.bmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 )
 DROPOUTS = frozenset({F.dropout, torch.dropout})
+PRODUCTS = {
+    F.linear: 0,
+    torch.addmm: 1,
+    **dict.fromkeys((torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), 0),
+}
+"""Products by weights, which autocast computes in 16 bits, and the place of what is multiplied."""
+MOVES = frozenset(
+    {
+        *(torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten),
+        *(torch.Tensor.contiguous, torch.Tensor.__getitem__),
+    }
+)
+PLACES = (int, slice, type(None), type(Ellipsis))
+"""Kinds of indices that take a part of a tensor as it lies."""
 
 RELUS = frozenset({F.relu, torch.relu, torch.Tensor.relu})
 
 _MAKER, _SUM, _DROP = "_fuseline_maker", "_fuseline_sum", "_fuseline_drop"
 _RETURNED, _RELU, _READ = "_fuseline_returned", "_fuseline_relu", "_fuseline_read"
-_SCORES = "_fuseline_scores"
+_SCORES, _RESULT = "_fuseline_scores", "_fuseline_result"
 _numbers = itertools.count()
+NARROW = (torch.bfloat16, torch.float16)
 IN_PLACE = "the sum that it reads is written over one of its summands"
 NO_BRANCH = "neither of the summands that it reads is what a module returned"
 NOT_LAST = "other modules ran between the one whose output is added and the sum that it reads"
-BROADCAST = "the summands that it reads differ in shape, dtype or device"
+BROADCAST = "the summands that it reads differ in shape or device"
+OTHER_DTYPES = "its sum is of two dtypes, and not of a branch in 16 bits and a residual in float32"
 
 
 @dataclass(frozen=True)
@@ -59,12 +79,14 @@ class Drop:
 @dataclass(frozen=True)
 class SumSeen:
     """A sum of `rank` dimensions that a module read: who made the last of its summands, and the dropout
-    between, or why there is nothing to do about it."""
+    between, or why there is nothing to do about it. `narrow`: the dtype of that summand, where it has 16 bits
+    and the sum is float32."""
 
     branch: Maker | None = None
     rank: int = 0
     reason: str = ""
     drop: Drop | None = None
+    narrow: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -94,11 +116,20 @@ class Flow(TorchFunctionMode):
         super().__init__()
         self._scores_seen = scores_seen
         self.relus: list[ReluSeen] = []
+        self.multiplied: set[int] = set()
+        """Modules, by their ids, whose results products read that autocast computes in 16 bits."""
+        self.compiled = 0
+        """How many of the modules that are running now are compiled outside of this run."""
+        self.read_in_full: set[int] = set()
+        """Modules whose results anything else reads."""
+        self._unseen = False
         self._order = self._reads = 0
         self._calls: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self._unseen and func not in ASKS:
+            self._note_readers(func, args, kwargs or {}, result)
         if func in DROPOUTS:
             self._note_drop(result, dropping(args, kwargs or {}))
         elif func in RELUS:
@@ -115,12 +146,26 @@ class Flow(TorchFunctionMode):
             self._note_sum(result, *args)
         return result
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within, nobody's reading of a result is noted."""
+        self._unseen = True
+        try:
+            yield
+        finally:
+            self._unseen = False
+
     def read(self, tensor: torch.Tensor) -> Read:
         """Equal for all who read a tensor, unless it was written to between."""
         if not hasattr(tensor, _READ):
             setattr(tensor, _READ, next(_numbers))
         self._reads += 1
         return Read(getattr(tensor, _READ), _version(tensor), self._reads)
+
+    def read_as_it_is(self, output: Any) -> None:
+        """Somebody else is given these tensors."""
+        for tensor in pytree.tree_leaves(output):
+            self.read_in_full.update(getattr(tensor, _RESULT, ()))
 
     def returned(self, module: nn.Module, output: Any) -> None:
         """Write on the tensors that a module returned whose they are; whoever returns one last has it."""
@@ -131,9 +176,20 @@ class Flow(TorchFunctionMode):
             maker = Maker(identity, call, place, self._order)
             setattr(tensor, _MAKER, maker)
             setattr(tensor, _RETURNED, (maker, _version(tensor)))
+            setattr(tensor, _RESULT, (*getattr(tensor, _RESULT, ()), identity))
             noted = getattr(tensor, _DROP, None)
             if type(module) is nn.Dropout and noted is not None:
                 setattr(tensor, _DROP, (Drop(noted[0].p, maker, inside=True), *noted[1:]))
+
+    def _note_readers(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if moves(func, args, kwargs):
+            setattr(result, _RESULT, getattr(args[0], _RESULT, ()))
+            return
+        place = 0 if casts_to_16_bits(func, args, kwargs) else PRODUCTS.get(func)
+        if place is not None and not self.compiled and len(args) > place and _is_cast(args[place]):
+            self.multiplied.update(getattr(args[place], _RESULT, ()))
+            args = (*args[:place], *args[place + 1 :])
+        self.read_as_it_is((args, kwargs))
 
     def _note_drop(self, result: torch.Tensor, dropped: Dropping) -> None:
         x = dropped.x
@@ -163,16 +219,38 @@ class Flow(TorchFunctionMode):
         made = [(maker, t) for t in (one, other) if (maker := getattr(t, _MAKER, None)) is not None]
         branch, summand = max(made, key=lambda pair: pair[0].order, default=(None, one))
         reason = ""
-        if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
+        narrow = None if one.dtype is other.dtype else summand.dtype
+        if one.shape != other.shape or one.device != other.device:
             reason = BROADCAST
+        elif narrow is not None and (narrow not in NARROW or result.dtype is not torch.float32):
+            reason = OTHER_DTYPES
         elif branch is None:
             reason = NO_BRANCH
         elif branch.order != self._order:
             reason = NOT_LAST
         if branch is not None:
             setattr(result, _MAKER, replace(branch, sums=branch.sums + 1))
-        seen = SumSeen(reason=reason) if reason else SumSeen(branch, one.dim(), drop=_drop_of(summand))
+        seen = SumSeen(reason=reason)
+        if not reason:
+            seen = SumSeen(branch, one.dim(), drop=_drop_of(summand), narrow=narrow)
         setattr(result, _SUM, (seen, _version(result)))
+
+
+def casts_to_16_bits(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call is `x.to(dtype)` with a dtype of 16 bits."""
+    if func is not torch.Tensor.to or kwargs or len(args) != 2:
+        return False
+    return isinstance(args[1], torch.dtype) and args[1] in NARROW
+
+
+def moves(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call does nothing with the numbers of its first argument but to show them in another shape,
+    or a part of them."""
+    if func not in MOVES or kwargs or not isinstance(args[0], torch.Tensor):
+        return False
+    if func is not torch.Tensor.__getitem__:
+        return not isinstance(args[-1], torch.dtype)
+    return all(type(one) in PLACES for one in (args[1] if type(args[1]) is tuple else args[1:]))
 
 
 @dataclass(frozen=True)
@@ -237,6 +315,14 @@ def _placed(output: Any) -> Iterator[tuple[int | None, torch.Tensor]]:
         yield None, output
     elif type(output) in (tuple, list):
         yield from ((i, one) for i, one in enumerate(output) if isinstance(one, torch.Tensor))
+
+
+def _is_cast(tensor: Any) -> bool:
+    """Whether autocast gives a product 16 bits of a float32 tensor."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.float32:
+        return False
+    device = tensor.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in NARROW
 
 
 def _are_tensors(args: tuple[Any, ...]) -> bool:

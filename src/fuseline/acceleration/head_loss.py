@@ -21,6 +21,7 @@ from fuseline.acceleration import prove as rule
 from fuseline.acceleration.deferred_logits import DeferredLogits, Head, HeadLoss
 from fuseline.acceleration.find import is_wanted
 from fuseline.acceleration.kept_proofs import KeptProof, KeptRecipe, keep, load, proof_key
+from fuseline.acceleration.narrow_norm import for_product
 from fuseline.acceleration.observe import Observed, Sample, call_model, is_compiled
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.probes import nudged
@@ -95,6 +96,7 @@ def deferred(head: nn.Linear | None) -> Iterator[None]:
         return
 
     def forward(input: torch.Tensor) -> torch.Tensor:
+        input = for_product(input)
         if is_dynamo_compiling() or type(input) is not torch.Tensor or not torch.is_grad_enabled():
             return F.linear(input, weight, bias)
         return DeferredLogits.of(Head(input, weight, bias))

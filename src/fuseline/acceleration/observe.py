@@ -73,6 +73,8 @@ class Observed:
     """Of its calls with one tensor, those with a sum."""
     reads: list[Read] = field(default_factory=list)
     """The tensors of its calls with one."""
+    multiplied: bool = False
+    """Whether products that autocast computes in 16 bits read its results, and nothing else does."""
     reason: str | None = None
     """Why nothing can be said of it, where its arguments are none that can be looked at."""
 
@@ -136,7 +138,9 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
 
     def leave(module: nn.Module, _: object, output: Any) -> None:
         inside.pop()
-        flow.returned(module, output)
+        flow.compiled -= is_compiled(module)
+        with flow.unseen():
+            flow.returned(module, output)
 
     classes: set[int] = set()
 
@@ -149,6 +153,11 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
             classes.update((logits.shape[-1], logits.shape[min(1, logits.dim() - 1)]))
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        flow.compiled += is_compiled(module)
+        with flow.unseen():
+            write_down(module, args, kwargs)
+
+    def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observed = seen[id(module)]
         inside.append(module)
         observed.calls += 1
@@ -187,6 +196,9 @@ def observe(model: nn.Module, batch: Any, loss: Loss | None = None) -> Observati
             output = call_model(model, batch)
             if loss is not None:
                 loss(output, batch)
+    flow.read_as_it_is(output)
+    for identity in flow.multiplied - flow.read_in_full:
+        seen[identity].multiplied = True
     return Observation(seen, flow.relus, classes, output)
 
 

@@ -16,6 +16,8 @@ class Recipe(Protocol):
 
     `weights` are the paths of the parameters and buffers that it reads, `drops` whether it draws random
     numbers in training. `run` returns the one tensor that the forward computes, or all of them as a tuple.
+    A recipe that has an attribute `multiplies` which is true does nothing with its inputs but products by
+    weights, which autocast computes in 16 bits.
     """
 
     op: ClassVar[str]

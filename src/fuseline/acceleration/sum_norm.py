@@ -9,6 +9,9 @@ computes that sum and what the norm makes of it (`norm_ahead.py`). The sum goes 
 note on it holds the rest. `SumNorm` stands on the norm: given a tensor with a note that still holds, it
 returns what is written there. Any other tensor it normalizes as before, so that a wrong guess costs time and
 changes nothing.
+
+Under autocast a branch has 16 bits and the residual of float32 weights is float32. What the norm returns then
+is a `NarrowNorm`, of which linear layers read 16 bits and all others float32.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from fuseline.acceleration.branch import Branch, Dropped
 from fuseline.acceleration.flow import whole
 from fuseline.acceleration.kinds.norm import NormRecipe
 from fuseline.acceleration.layer import Layer, layers_of
+from fuseline.acceleration.narrow_norm import NarrowNorm
 from fuseline.acceleration.norm_ahead import Ahead, Mask, Readers
 from fuseline.acceleration.recipe import MOVED, tensor_at
 from fuseline.acceleration.shared_input import taken
@@ -41,6 +45,7 @@ from fuseline.acceleration.waiting import may_wait, plain
 from fuseline.ops.dropout_add_norm import is_native
 
 NO_NOTE = "what it reads is not the sum that was proved"
+READ_IN_FULL = "its result was read in float32, not by a linear layer under autocast"
 NOT_HELD = "the sum or the norm's weights were written to, or a checkpoint begins between them"
 
 
@@ -180,9 +185,12 @@ class SumNorm(Layer):
                 if total is None or note is None or note.owner is not self:
                     continue
                 del NOTES[total]
-                if note.holds(read, total):
+                if note.holds(read, total) and (not note.ahead.is_narrower(read) or may_wait(read)):
                     self.taken += 1
-                    return self.recipe.after_sum(self.module, read, note.ahead)
+                    result = self.recipe.after_sum(self.module, read, note.ahead)
+                    if type(result) is NarrowNorm:
+                        result.when_read_in_full(self._read_in_full)
+                    return result
                 reason = NOT_HELD
         self.decline(reason)
         return self.original(args, kwargs)
@@ -201,24 +209,34 @@ class SumNorm(Layer):
         NOTES[total] = note
         return total
 
+    def _read_in_full(self) -> None:
+        self.taken -= 1
+        self.declined[READ_IN_FULL] += 1
+
     def takes_dropout(self, x: torch.Tensor) -> bool:
         return self.drops and may_wait(x)
 
     def _summands(self, one: Any, other: Any) -> tuple[Any, Any, Mask | None]:
-        """What is to be dropped comes first; the others' order makes no difference."""
+        """What is to be dropped comes first, and else what has fewer bits."""
         for branch, residual in ((one, other), (other, one)):
             dropped = branch.ahead() if type(branch) is Dropped else None
             if dropped is not None:
                 x, p, seed = dropped
                 return x, plain(residual), Mask(p, seed, self.readers)
-        return plain(one), plain(other), None
+        one, other = plain(one), plain(other)
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        if not both or one.dtype is other.dtype:
+            return one, other, None
+        if one.dtype.itemsize > other.dtype.itemsize:
+            one, other = other, one
+        return one, other, Mask(0.0, None, self.readers)
 
     def _why_not(self, one: Any, other: Any) -> str | None:
         module = self.module
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             return "a number is added"
-        if one.shape != other.shape or one.dtype is not other.dtype or one.device != other.device:
-            return "the summands differ in shape, dtype or device"
+        if one.shape != other.shape or one.device != other.device:
+            return "the summands differ in shape or device"
         if not is_native(one):
             return "Fuseline's native library is not built for its device"
         if torch.is_inference_mode_enabled() or one.is_inference() or other.is_inference():

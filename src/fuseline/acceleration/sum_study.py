@@ -15,6 +15,7 @@ from fuseline.acceleration.find import Candidate, is_wanted
 from fuseline.acceleration.flow import Maker
 from fuseline.acceleration.judge import Outcome, judge, site_of
 from fuseline.acceleration.kinds.norm import NormRecipe
+from fuseline.acceleration.narrow_norm import for_product
 from fuseline.acceleration.norm_ahead import Mask
 from fuseline.acceleration.observe import Observed, Sample
 from fuseline.acceleration.pay import Clock
@@ -34,20 +35,24 @@ NO_OP = "Fuseline has no op for this norm together with the sum"
 NO_LIBRARY = "Fuseline's native library is not built for this device"
 OTHERS = "some of its calls read no sum"
 SHARED = "another norm reads the same sum, and is computed with it"
+MIXED = "the summands that it reads have other dtypes in some of its calls"
+READ_IN_FULL = "its result is read in float32, not only by linear layers under autocast"
 SEVERAL = "it is called or returns otherwise than with one tensor"
 
 
 class SumAndNorm(nn.Module):
-    """What is proved: the norm of a sum, and the sum; one summand dropped with probability `p`."""
+    """What is proved: the norm of a sum, and the sum; one summand dropped with probability `p`. `narrow`: the
+    dtype in which a linear layer reads the norm, where it is another than the sum's."""
 
-    def __init__(self, norm: nn.Module, p: float = 0.0) -> None:
+    def __init__(self, norm: nn.Module, p: float = 0.0, narrow: torch.dtype | None = None) -> None:
         super().__init__()
-        self.norm, self.p = norm, p
+        self.norm, self.p, self.narrow = norm, p, narrow
         self.training = norm.training
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = (F.dropout(x, self.p, self.training) if self.p else x) + residual
-        return type(self.norm).forward(self.norm, total), total
+        normalized = type(self.norm).forward(self.norm, total)
+        return normalized if self.narrow is None else normalized.to(self.narrow), total
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class SumAndNormRecipe:
     op: ClassVar[str] = "add_norm"
     norm: NormRecipe
     p: float = 0.0
+    narrow: torch.dtype | None = None
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -75,7 +81,8 @@ class SumAndNormRecipe:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norm = _norm_of(module)
         total, ahead = self.norm.sum_ahead(norm, x, residual, mask)
-        return self.norm.after_sum(norm, total, ahead), total
+        normalized = self.norm.after_sum(norm, total, ahead)
+        return normalized if self.narrow is None else for_product(normalized), total
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,9 @@ class DroppedSumRecipe(SumAndNormRecipe):
         """What `run_seeded` computes, in plain PyTorch and in the dtype of the tensors."""
         x, residual = tensors
         total = x * multipliers(seed, x.shape, self.p).to(x.dtype) + residual
-        return self.norm.define(_norm_of(module), total), total
+        normalized = self.norm.define(_norm_of(module), total)
+        exact = total.dtype is torch.float64
+        return normalized if exact or self.narrow is None else normalized.to(self.narrow), total
 
 
 WITH_DROPOUT: tuple[type[SumAndNormRecipe], ...] = (SumAndNormRecipe, DroppedSumRecipe)
@@ -139,20 +148,21 @@ def study_sums(
         if not observed.sums:
             continue
         p = _dropout(observed, seen, taken, wanted)
+        narrow = observed.sums[0].narrow
         outcome: Outcome | str = _why_not_made(observed, seen, taken, wanted)
         outcome = outcome or _why_not_free(observed, slots, drops=p > 0)
         if not outcome:
-            if (norm.family, p) not in outcomes:
-                both = _judged(norm, p, wanted, clock)
-                outcomes[norm.family, p] = _than_alone(both, alone.get(norm.family))
-            outcome = outcomes[norm.family, p]
+            if (norm.family, p, narrow) not in outcomes:
+                both = _judged(norm, p, narrow, wanted, clock)
+                outcomes[norm.family, p, narrow] = _than_alone(both, alone.get(norm.family))
+            outcome = outcomes[norm.family, p, narrow]
         if isinstance(outcome, str):
             result.sites.append(Site(norm.path, KIND, REFUSED, outcome, also=norm.paths[1:]))
             continue
         result.sites.append(site_of(replace(norm, verdict=Match(KIND, ())), outcome, wanted))
         if isinstance(outcome.recipe, SumAndNormRecipe):
             drops = isinstance(outcome.recipe, DroppedSumRecipe)
-            keys = _keys(norm, outcome.recipe.norm, observed, any_length=outcome.numbers.any_length)
+            keys = _keys(norm, outcome.recipe, observed, any_length=outcome.numbers.any_length)
             target = SumNorm(norm.module, outcome.recipe.norm, keys, wanted.strict, drops=drops)
             targets.append((norm, target, _makers(observed, drops=drops)))
             for made, slot in _slots(norm, observed, drops=drops):
@@ -205,6 +215,10 @@ def _why_not_made(
     if len(observed.sums) < observed.calls:
         return OTHERS
     reasons = [one.reason for one in observed.sums if one.reason]
+    if any(one.narrow is not observed.sums[0].narrow for one in observed.sums):
+        reasons.append(MIXED)
+    if observed.sums[0].narrow is not None and not observed.multiplied:
+        reasons.append(READ_IN_FULL)
     for made in _makers(observed, drops=False):
         maker = seen[made.module]
         if not is_wanted(maker.paths, wanted.only, wanted.skip):
@@ -223,16 +237,18 @@ def _why_not_free(observed: Observed, slots: Mapping[int, Sequence[Slot | None]]
     return ""
 
 
-def _judged(norm: Candidate, p: float, wanted: Wanted, clock: Clock) -> Outcome | str:
+def _judged(
+    norm: Candidate, p: float, narrow: torch.dtype | None, wanted: Wanted, clock: Clock
+) -> Outcome | str:
     """The outcome for a norm with its sum and the dropout before it, or why there is none to prove."""
     verdict = norm.verdict
     if not isinstance(verdict, Match):
         return verdict.reason
     recipes = tuple(
-        kind(recipe, p)
+        kind(recipe, p, narrow)
         for kind in (WITH_DROPOUT if p else (SumAndNormRecipe,))
         for recipe in verdict.recipes
-        if isinstance(recipe, NormRecipe) and recipe.has_sum
+        if isinstance(recipe, NormRecipe) and (recipe.has_sum if narrow is None else recipe.has_narrow_sum)
     )
     if not recipes:
         return NO_OP
@@ -241,8 +257,8 @@ def _judged(norm: Candidate, p: float, wanted: Wanted, clock: Clock) -> Outcome 
         return SEVERAL
     if not all(is_native(sample.tensors()[0]) for sample in norm.samples):
         return NO_LIBRARY
-    module = SumAndNorm(norm.module, p)
-    samples = tuple(_summands(sample) for sample in norm.samples)
+    module = SumAndNorm(norm.module, p, narrow)
+    samples = tuple(_summands(sample, narrow) for sample in norm.samples)
     try:
         traced = trace(module, samples[0])
     except UntraceableError as error:
@@ -265,25 +281,26 @@ def _than_alone(both: Outcome | str, norm: Outcome | None) -> Outcome | str:
     return replace(both, recipe=None, status=NOT_FASTER, reason=f"{APART} ({apart:.1f} us)")
 
 
-def _summands(sample: Sample) -> Sample:
-    """Two tensors whose sum is about the one that the norm was called with."""
+def _summands(sample: Sample, narrow: torch.dtype | None) -> Sample:
+    """Two tensors, the first of dtype `narrow`, whose sum is about the one that the norm was called with."""
     (total,) = sample.tensors()
     spread = total.float().std().nan_to_num() if total.numel() > 1 else total.new_ones(())
-    x = (torch.randn_like(total.detach()) * spread).to(total.dtype)
+    x = (torch.randn_like(total.detach()) * spread).to(narrow or total.dtype)
     with torch.no_grad():
         residual = total - x
     return Sample(tuple(t.detach().requires_grad_(total.requires_grad) for t in (x, residual)), {})
 
 
-def _keys(norm: Candidate, recipe: NormRecipe, observed: Observed, *, any_length: bool) -> list[Key]:
+def _keys(norm: Candidate, recipe: SumAndNormRecipe, observed: Observed, *, any_length: bool) -> list[Key]:
     keys = []
     for sample in norm.samples:
         (total,) = sample.tensors()
         for rank in {one.rank for one in observed.sums}:
             # What is summed up may be a view of what is read, of another rank.
             like = total.new_empty((*(0,) * (rank - 1), total.shape[-1]))
+            both = like.to(recipe.narrow or like.dtype), like
             lengths = None if any_length else tuple(total.shape)
             for training in (False, True):
                 with in_mode(norm.module, training):
-                    keys.append(call_key(norm.module, (like, like), recipe.weights, lengths))
+                    keys.append(call_key(norm.module, both, recipe.norm.weights, lengths))
     return keys

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.attributes import Attributes, are_unchanged, attributes
 from fuseline.acceleration.layer import Layer
+from fuseline.acceleration.narrow_norm import NarrowNorm, for_product
 from fuseline.acceleration.observe import PLAIN, Sample, is_tensor
 from fuseline.acceleration.recipe import MOVED, Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
@@ -75,7 +76,11 @@ class Swapped(Layer):
         plan: Plan | None = None
         reason = self._inside.why_not(module)
         if reason is None:
-            plan, reason = self._plan(module, tensors, form)
+            reason = why_not_tensors(tensors)
+            if reason is None:
+                plan, reason = self._plan(module, tensors, form)
+            elif any(type(tensor) is NarrowNorm for tensor in tensors):
+                plan, tensors = self._plan_of_products(module, tensors, form)
         if plan is None:
             if any(waits(tensor) for tensor in tensors):
                 return self(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
@@ -92,9 +97,6 @@ class Swapped(Layer):
     def _plan(
         self, module: nn.Module, tensors: Sequence[torch.Tensor], form: tuple[Any, ...]
     ) -> tuple[Plan | None, str | None]:
-        reason = why_not_tensors(tensors)
-        if reason is not None:
-            return None, reason
         for lengths in (None, tuple(tuple(t.shape) for t in tensors)):
             try:
                 plan = self.plans.get(call_key(module, tensors, self._weights, lengths))
@@ -105,6 +107,17 @@ class Swapped(Layer):
                     return None, "it is called with other arguments than it was proved for"
                 return plan, None
         return None, NOT_PROVED
+
+    def _plan_of_products(
+        self, module: nn.Module, tensors: list[torch.Tensor], form: tuple[Any, ...]
+    ) -> tuple[Plan | None, list[torch.Tensor]]:
+        """The plan where all that its recipe does with its inputs are products, and the inputs as those read
+        them."""
+        plan, _ = self._plan(module, tensors, form)
+        if plan is None or not getattr(plan.recipe, "multiplies", False):
+            return None, tensors
+        given = [for_product(tensor) for tensor in tensors]
+        return (plan, given) if why_not_tensors(given) is None else (None, tensors)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ class Shared(torch.Tensor):
     @classmethod
     def sharing(cls, plain: torch.Tensor) -> Self:
         shared = plain.as_subclass(cls)
-        shared._plain, shared._node = plain, _node_of(shared)
+        shared._plain, shared._node = plain, node_of(shared)
         return shared
 
     def _as_plain(self) -> torch.Tensor:
-        if _is_as_made(self):
+        if is_as_made(self):
             return self._plain
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
@@ -59,7 +59,7 @@ class Waiting(torch.Tensor):
     def on(cls, x: torch.Tensor, p: float = 0.0, seed: torch.Tensor | None = None) -> Self:
         waiting: Self = _Wait.apply(x, seed, p, cls)
         waiting._x, waiting._p, waiting._seed = x, p, seed
-        waiting._node, waiting._version_of_x, waiting._made = _node_of(waiting), x._version, None
+        waiting._node, waiting._version_of_x, waiting._made = node_of(waiting), x._version, None
         return waiting
 
     @staticmethod
@@ -80,7 +80,7 @@ class Waiting(torch.Tensor):
         return func(*pytree.tree_map(_numbers, args), **pytree.tree_map(_numbers, kwargs or {}))
 
     def _as_plain(self) -> torch.Tensor:
-        if not _is_as_made(self):
+        if not is_as_made(self):
             with torch._C.DisableTorchFunctionSubclass():
                 return self.clone()
         if self._made is None:
@@ -89,9 +89,16 @@ class Waiting(torch.Tensor):
                 self._made = self._computed(self._x, self._p, self._seed)
         return self._made
 
+    def _below_autograd(self) -> torch.Tensor:
+        """Its numbers, where gradients go by the node of what waits."""
+        if self._made is not None:
+            return self._made.detach()
+        self._check_unwritten()
+        return self._computed(self._x.detach(), self._p, self._seed)
+
     def _still_waits(self) -> bool:
         """Whether it may be computed with what comes next: nobody has seen its numbers."""
-        if self._made is not None or not _is_as_made(self):
+        if self._made is not None or not is_as_made(self):
             return False
         self._check_unwritten()
         return True
@@ -128,7 +135,10 @@ ASKS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(
             getattr(torch.Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout", "requires_grad", "is_leaf")
+            for name in (
+                *("shape", "dtype", "device", "ndim", "layout"),
+                *("is_cuda", "is_nested", "requires_grad", "is_leaf"),
+            )
         ),
         *(
             getattr(torch.Tensor, name)
@@ -167,21 +177,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _node_of(tensor: torch.Tensor) -> Any:
+def node_of(tensor: torch.Tensor) -> Any:
+    """The node of autograd that a tensor is a result of."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.grad_fn
 
 
-def _is_as_made(tensor: Any) -> bool:
+def is_as_made(tensor: Any) -> bool:
     """Whether its gradient goes where it did: a checkpoint puts a node of its own in the place of its."""
-    return _node_of(tensor) is tensor._node
+    return node_of(tensor) is tensor._node
 
 
 def _numbers(value: Any) -> Any:
-    """Below autograd, where gradients go by the node of what waits."""
-    if not isinstance(value, Waiting):
-        return value
-    if value._made is not None:
-        return value._made.detach()
-    value._check_unwritten()
-    return value._computed(value._x.detach(), value._p, value._seed)
+    return value._below_autograd() if isinstance(value, Waiting) else value

@@ -85,6 +85,7 @@ class GatedRecipe:
     """
 
     op: ClassVar[str] = "swiglu, geglu"
+    multiplies: ClassVar[bool] = True
     x: int
     first: Layer
     second: Layer | None
@@ -121,6 +122,7 @@ class PlainRecipe:
     pass if `bias_in_gelu`."""
 
     op: ClassVar[str] = "mlp"
+    multiplies: ClassVar[bool] = True
     x: int
     first: Layer
     second: Layer
@@ -159,6 +161,7 @@ class FirstHalfRecipe:
     """A linear layer and GELU, the bias added in GELU's pass."""
 
     op: ClassVar[str] = "gelu"
+    multiplies: ClassVar[bool] = True
     x: int
     first: Layer
     approximate: str

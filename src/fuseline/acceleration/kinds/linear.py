@@ -21,6 +21,7 @@ class LinearRecipe:
     gradients of it are added up in its products."""
 
     op: ClassVar[str] = "linear"
+    multiplies: ClassVar[bool] = True
     layer: Layer
     leaves: bool = False
 

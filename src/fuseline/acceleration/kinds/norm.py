@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx import Node
 
-from fuseline.acceleration.norm_ahead import Ahead, Mask, Normalized, Summed
+from fuseline.acceleration.norm_ahead import Ahead, Mask, Summed, by_torch, normalized
 from fuseline.acceleration.reading import (
     FUSED_NORMS,
     POINTWISE,
@@ -163,24 +162,24 @@ class NormRecipe:
         """The norm of the sum, joined to the gradients of the tensor that the norm reads."""
         weight, bias = self._affine(module)
         centred = self.kind == "layer_norm"
-        y, back = Normalized.apply(read, weight, bias if centred else None, ahead, gives_back(read))
+        y, back = normalized(read, weight, bias if centred else None, ahead, gives_back=gives_back(read))
         if back is not None:
             give(read, back)
-        normalized: torch.Tensor = y if centred or bias is None else y + bias
-        return normalized
+        return y if centred or bias is None else y + bias
 
     def define(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The norm in plain PyTorch and in x's dtype."""
-        weight, bias = (None if t is None else t.to(x.dtype) for t in self._affine(module))
-        if self.kind == "layer_norm":
-            return F.layer_norm(x, x.shape[-self.dims :], weight, bias, self.eps)
-        y = F.rms_norm(x, x.shape[-self.dims :], weight, self.eps)
-        return y if bias is None else y + bias
+        return by_torch(self.kind, x, x.shape[-self.dims :], *self._affine(module), self.eps)
 
     @property
     def has_sum(self) -> bool:
         """Whether one op computes the norm and the sum that it reads."""
         return not (self.widen or self.apart) and (self.kind == "layer_norm" or self.dims == 1)
+
+    @property
+    def has_narrow_sum(self) -> bool:
+        """The same where what is added has 16 bits, and the sum is float32."""
+        return self.has_sum and (self.kind == "layer_norm" or self.affine.bias is None)
 
     def _affine(self, module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         weight = optional_tensor_at(module, self.affine.weight)
