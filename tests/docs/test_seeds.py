@@ -21,6 +21,15 @@ PAGE = ROOT / "docs" / "seeds.md"
 
 TRAIN = "train gpt --preset tiny --data TEXT --tokenizer char --steps 2 --eval-batches 1"
 COMPILE = "bench compile --backends eager --iterations 6 --data TEXT"
+CLOCK = "train gpt --preset gpt2 --data python-packages --tokenizer bpe --vocab-size 50257"
+TAIL = (
+    "--accumulation 4 --warmup-steps 200 --eval-batches 40 --validation-fraction 0.02 --sample-interval 0 "
+    "--minutes 10 --patience 5"
+)
+SMALL_CLOCK = (
+    "train gpt --preset tiny --data TEXT --tokenizer bpe --vocab-size 300 --accumulation 4 --batch-size 2 "
+    "--seqlen 32 --eval-batches 1 --validation-fraction 0.2 --minutes 10 --patience 5 --steps 2"
+)
 SMALL: dict[str, str] = {
     "profile gpt2 --execution eager": "profile tiny --execution eager --steps 1 --batch-size 1",
     "bench attention --suite small --forms shared": (
@@ -37,7 +46,14 @@ SMALL: dict[str, str] = {
     "train translate": "train translate --preset tiny --steps 2 --bleu False",
     "train translate --no-fused": "train translate --preset tiny --no-fused --steps 2 --bleu False",
     "train gpt --arena True": f"{TRAIN} --arena True",
-    "train gpt --out fast --resume --minutes 6": "train gpt --out RUN --resume --steps 3",
+    f"{CLOCK} --attention naive --execution inductor {TAIL} --out naive": (
+        f"{SMALL_CLOCK} --attention naive --execution eager"
+    ),
+    f"{CLOCK} --norm fuseline --loss fuseline-linear --execution graph {TAIL} --out fast": (
+        f"{SMALL_CLOCK} --norm fuseline --loss fuseline-linear --execution eager"
+    ),
+    "train gpt --out naive --resume --minutes 60": "train gpt --out RUN --resume --minutes 60",
+    "train gpt --out fast --resume --minutes 60": "train gpt --out RUN --resume --steps 3",
     "report naive fast --out page": "report RUN --out PAGE",
     "bench compile --models gpt2 shakespeare --iterations 1000": f"{COMPILE} --models shakespeare",
     "bench compile --price-per-hour 3": f"{COMPILE} --models lstm --price-per-hour 3",
@@ -63,7 +79,7 @@ DRY = (
     "ladder",
     "ladder --preset gpt2 --mode combination --rungs seed-001",
     "ladder --preset gpt2 --max-batch all",
-    "ladder --preset shakespeare --mode combination --rungs seed-003",
+    "ladder --preset shakespeare --mode combination --rungs seed-003 --budget none",
     "ladder --mode alone --rungs precision",
     "ladder --mode alone --rungs execution",
     "tune --preset gpt2",

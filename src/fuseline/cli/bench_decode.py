@@ -45,8 +45,8 @@ class Options(Recorded, Seeded):
     """Of fuseline, eager, gptfast (its method), gptfast-files, transformers, transformers-compiled,
     max-autotune. All but max-autotune, which compiles for minutes, if none is named."""
     gptfast: Path | None = None
-    """Folder of a checkout of gpt-fast; its own files decode too (peer gptfast-files). Its license is its
-    own."""
+    """Folder of a checkout of gpt-fast, of commit c9f683e (before FlexAttention) or 6ecad9b (with it); its
+    own files decode too (peer gptfast-files). Its license is its own."""
     steps: int = 10
     """Tokens of a timed run."""
     runs: int = 7

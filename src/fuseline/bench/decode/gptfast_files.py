@@ -8,6 +8,7 @@ places. Integers are ours: one model is decoded by all. No text is read, so thei
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ USED = {
     "quantize": ("WeightOnlyInt8QuantHandler", "WeightOnlyInt4QuantHandler"),
 }
 """Their files, and what is used of each."""
+KNOWN = "commit c9f683e, the last without FlexAttention, and 6ecad9b, of August 2025"
 INNER_TILES = 8  # tinygemm's, as gpt-fast has it
 # Theirs: ours, by the names of transformers.
 _PARTS = {
@@ -74,6 +76,7 @@ class GptFastFiles:
                 self._model.setup_caches(max_batch_size=batch, max_seq_length=capacity)
             self._imports = stack.pop_all()
         self._prefill = files.generate.prefill
+        self._masked = self._mask(files.generate)
         tuned = {
             "triton.cudagraphs": True,
             "coordinate_descent_tuning": True,
@@ -96,14 +99,24 @@ class GptFastFiles:
     def advance(self) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         with sdpa_kernel(SDPBackend.MATH):  # theirs, too: the compiler writes attention of one query
-            taken, _ = self._decode(self._model, self._tokens_B1, self._position_1, temperature=0.0)
+            taken, _ = self._decode(
+                self._model, self._tokens_B1, self._position_1, **self._masked, temperature=0.0
+            )
         self._tokens_B1 = taken.clone()
         self._position_1 += 1
         return self._tokens_B1
 
     def close(self) -> None:
-        del self._model, self._decode
+        del self._model, self._decode, self._masked
         self._imports.close()
+
+    def _mask(self, generate: types.ModuleType) -> dict[str, Any]:
+        """The causal mask that their step is given since it attends by FlexAttention, made as theirs is."""
+        if "block_mask" not in inspect.signature(generate.decode_one_token).parameters:
+            return {}
+        length = self._model.max_seq_length
+        make = generate.create_block_mask
+        return {"block_mask": make(generate.causal_mask, 1, 1, length, length, device=self._device)}
 
 
 @contextmanager
@@ -129,7 +142,7 @@ def loaded(checkout: Path) -> Iterator[GptFast]:
                     getattr(getattr(found, name), attribute)
         except (ImportError, AttributeError, SyntaxError) as error:
             raise InputError(
-                f"--gptfast {checkout}: not gpt-fast's files as they are known here: {error}"
+                f"--gptfast {checkout}: not gpt-fast's files as they are known here ({KNOWN}): {error}"
             ) from error
         yield found
     finally:
