@@ -340,6 +340,13 @@ def _head_dim(x: torch.Tensor, qkv_weight: torch.Tensor, num_heads: int, num_kv_
     return qkv_weight.shape[0] // (3 if shared else max(1, num_heads + 2 * num_kv_heads))
 
 
+def _fills_clusters(num_heads: int, head_dim: int, has_own_keys: bool) -> bool:
+    """Whether two launches take such heads, 64 columns of them to a cluster (plans/small_layer.h)."""
+    if head_dim not in (16, 32, 64) or num_heads % (64 // head_dim):
+        return False
+    return head_dim == 64 or has_own_keys
+
+
 def _is_small(
     x: torch.Tensor, qkv_weight: torch.Tensor, out_weight: torch.Tensor, num_heads: int, num_kv_heads: int
 ) -> bool:
@@ -360,6 +367,9 @@ def _is_small(
         if not torch.backends.cuda.matmul.allow_tf32:
             captured = MOST_CAPTURED_EXACT_WORK
             if S > 64 or work > MOST_EXACT_WORK:
+                return False
+            has_own_keys = num_kv_heads == num_heads and qkv_weight.shape[1] == E
+            if S > 32 and not _fills_clusters(num_heads, head_dim, has_own_keys):
                 return False
     elif dtype is not torch.bfloat16 or (S > 64 and head_dim > 112):
         return False

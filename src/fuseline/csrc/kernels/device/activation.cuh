@@ -47,9 +47,11 @@ struct Silu {
     return 0.25f * x * fast_reciprocal(0.25f + quarter);
   }
   static __device__ __forceinline__ float2 both(float x) {
-    const float e = power(clamp(x, 80.f));  // e^-x would be infinite at less
+    // e^-x would be infinite at less than -88, where the sigmoid is 0.
+    const float inside = clamp(x, 88.f), e = power(inside);
     const float sigmoid = fast_reciprocal(1.f + e);
-    return make_float2(x * sigmoid, fmaf(x, e * sigmoid, 1.f) * sigmoid);  // 1 - sigmoid does not cancel so
+    const float slope = fmaf(inside, e * sigmoid, 1.f) * sigmoid;  // 1 - sigmoid does not cancel so
+    return make_float2(x * sigmoid, fmaf(0.f, x, slope));          // 0 x is NaN where x is infinite
   }
 };
 
@@ -89,7 +91,7 @@ struct Silu<float> {
     return fmaf(left, fast_reciprocal(y.high), quotient);
   }
   static __device__ __forceinline__ float2 both(float x) {
-    const float inside = clamp(x, 80.f);  // beyond, the derivative is 0 or 1
+    const float inside = clamp(x, 87.f);  // beyond, the derivative is 0 or 1
     const Two y = one_and_power(inside);
     const float s = __fdiv_rn(1.f, y.high);
     const float s_rest = fmaf(-s, y.low, fmaf(-s, y.high, 1.f)) * s;
@@ -101,8 +103,8 @@ struct Silu<float> {
     const float u_rest = ((1.f - (u - of_product)) + (product - of_product)) + product_rest;
     const float slope = __fmul_rn(u, s);
     const float slope_rest = fmaf(u, s_rest, fmaf(u_rest, s, fmaf(u, s, -slope)));
-    // 0 x is NaN where x is infinite.
-    return make_float2(x == inside ? value + value_rest : x * s, slope + fmaf(0.f, x, slope_rest));
+    const float derivative = x < -89.f ? 0.f : slope + slope_rest;
+    return make_float2(x == inside ? value + value_rest : x * s, fmaf(0.f, x, derivative));  // NaN where x is infinite
   }
 };
 
