@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from fuseline.cli.main import run
 from fuseline.cli.train_gpt import Options
 from fuseline.cli.train_options import FLAGS
 from fuseline.cli.train_progress import TrainProgress
-from fuseline.training.config import TrainConfig
+from fuseline.training.config import TrainConfig, preset
+from fuseline.training.dry_run import dry_run
 from fuseline.training.metrics import read_metrics
+from fuseline.training.reporter import Pace
 
 SMALL = [
     *("--tokenizer", "char", "--num-layers", "1", "--num-heads", "2", "--embed-dim", "16"),
@@ -106,6 +108,26 @@ def test_minutes_spread_the_validations_unless_an_interval_is_given(
     shown = " ".join(capsys.readouterr().out.split())
     assert "0 to 300 or to 3 minutes of training" in shown
     assert "after 9 s of training without one" in shown
+
+
+@pytest.mark.parametrize(
+    ("warmup", "hint"), [(2000, "about step 220, and its learning rate rises for 2,000 steps"), (22, None)]
+)
+def test_a_warm_up_that_the_minutes_leave_no_time_for_is_told_once(
+    warmup: int, hint: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(preset("gpt2"), minutes=3, warmup_steps=warmup)
+    progress = TrainProgress(Console(width=300))
+    progress.began(dry_run(config, folder=tmp_path / "run", device="cpu"))
+    for step in (11, 21):
+        per_s = 220 * config.tokens_per_step / 180
+        left = 180 - step * 180 / 220
+        progress.paced(Pace(step, 9.0, 1e-5, per_s, None, None, 0.0, left))
+    told = capsys.readouterr().out
+    assert told.count("At this pace") == (hint is not None)
+    if hint is not None:
+        assert hint in told
+        assert "--warmup-steps 22 " in told
 
 
 def test_resuming_takes_the_runs_own_configuration(

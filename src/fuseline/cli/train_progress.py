@@ -37,6 +37,7 @@ class TrainProgress:
         )
         self._task: TaskID | None = None
         self._printed_at = 0.0
+        self._plan: Plan | None = None
 
     def tokenized(self, done: int, total: Optional[int]) -> None:
         share = "" if not total else f" of {total / 1e6:.1f}"
@@ -44,6 +45,7 @@ class TrainProgress:
 
     def began(self, plan: Plan) -> None:
         self._console.print(plan_table(plan))
+        self._plan = plan
         if self._console.is_terminal:
             self._bar.start()
             self._task = self._bar.add_task("train", total=plan.steps, completed=plan.start, figures="")
@@ -54,6 +56,10 @@ class TrainProgress:
 
     def paced(self, pace: Pace) -> None:
         figures = _figures(pace)
+        if self._plan is not None:
+            hint, self._plan = _long_warmup(self._plan, pace), None
+            if hint is not None:
+                self._console.print(hint, highlight=False, soft_wrap=True)
         if self._task is not None:
             self._bar.update(self._task, completed=pace.step, figures=figures)
         elif time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
@@ -113,6 +119,18 @@ def plan_table(plan: Plan) -> Table:
     if plan.train_tokens is not None:
         rows.insert(1, ("data", f"{plan.train_tokens:,} tokens, {plan.validation_tokens:,} for validation"))
     return _table(rows)
+
+
+def _long_warmup(plan: Plan, pace: Pace) -> str | None:
+    """What to say of a warm-up that takes more than a tenth of what the minutes leave time for."""
+    last_step = pace.step + pace.eta_seconds * pace.tokens_per_s / plan.tokens_per_step
+    if plan.minutes is None or pace.step >= plan.warmup_steps or plan.warmup_steps <= last_step / 10:
+        return None
+    tenth = max(1, round(last_step / 10))
+    return (
+        f"At this pace the run ends at about step {last_step:,.0f}, and its learning rate rises for "
+        f"{plan.warmup_steps:,} steps. A new run with --warmup-steps {tenth} learns more in that time."
+    )
 
 
 def _or_minutes(plan: Plan) -> str:
