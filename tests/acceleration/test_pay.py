@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fuseline.acceleration import judge, kept_proofs
+from fuseline.acceleration import judge, kept_proofs, pay
 from fuseline.acceleration.accelerate import accelerate_by
 from fuseline.acceleration.handle import Acceleration
 from fuseline.acceleration.pay import Clock, Verdict
+from fuseline.acceleration.recordable import HeldGraphError
 from fuseline.acceleration.table import table
 
 from .conftest import GivenClock
@@ -184,3 +185,28 @@ def test_a_head_that_is_not_faster_with_its_loss_is_left() -> None:
         clock = GivenClock(3.0)
         assert by(clock, Language(), torch.randint(50, (2, 7 if ratio > 1 else 8))).sites == fast.sites
         assert clock.asked == 0
+
+
+def test_what_cannot_be_recorded_now_is_timed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(call: pay.Call, device: torch.device) -> pay.Call:
+        raise HeldGraphError
+
+    monkeypatch.setattr(pay, "_captured", held)
+    calls: list[pay.Call] = [lambda: 1, lambda: 2]
+    assert pay._both_captured(calls, torch.device("cpu")) == calls
+
+
+@pytest.mark.gpu
+def test_under_autocast_calls_are_timed_as_graphs() -> None:
+    device = torch.device("cuda")
+    layer, x = nn.Linear(64, 64).to(device), torch.randn(8, 64, device=device)
+
+    def call() -> object:
+        return torch.autograd.grad(layer(x).sum(), [*layer.parameters()])
+
+    with torch.autocast("cuda", torch.bfloat16):
+        layer(x)  # leaves weights in 16 bits behind, with their nodes
+        recorded = pay._both_captured([call, call], device)
+    assert all(one is not call for one in recorded)
+    for one in recorded:
+        one()

@@ -460,3 +460,19 @@ def test_recordings_of_several_shapes_share_their_memory() -> None:
         assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(found, wanted, strict=True))
     assert len(step) == 3
     assert held[-1] < 1.25 * held[0]
+
+
+@pytest.mark.gpu
+def test_a_step_is_recorded_within_the_users_autocast() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainingStep(
+        model, lambda batch: [PLAIN], optimizer, precision="bf16", loss=lambda y, batch: y.square().mean()
+    )
+    with torch.autocast("cuda", torch.bfloat16):
+        model(x)
+        for _ in range(3):
+            assert step((x,)).isfinite()
+    assert step.execution == "recorded"
+    assert not step.eager_steps

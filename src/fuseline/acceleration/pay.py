@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from fuseline.acceleration.recordable import HeldGraphError, without_cached_weights
 from fuseline.acceleration.recording import capturing, recording_stream
 from fuseline.timing import Ratio, paired_ratio, ran_out_of_memory, synchronize
 
@@ -75,7 +76,10 @@ def _repeats(call: Call, device: torch.device) -> int:
 def _both_captured(calls: list[Call], device: torch.device) -> list[Call]:
     """Both as graphs; both as they are where one of them waits for the device and cannot be recorded."""
     try:
-        return [_captured(call, device) for call in calls]
+        with without_cached_weights(device):
+            return [_captured(call, device) for call in calls]
+    except HeldGraphError:
+        return calls
     except RuntimeError as error:
         if ran_out_of_memory(error):
             raise

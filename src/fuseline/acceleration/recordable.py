@@ -38,9 +38,11 @@ def autocast_now(device: torch.device) -> torch.dtype | None:
 @contextlib.contextmanager
 def without_cached_weights(device: torch.device) -> Iterator[None]:
     """An autocast that the caller has on casts weights anew inside. It keeps 16-bit copies of them until the
-    caller leaves it: a graph that reads such copies would read freed memory, and miss every weight update."""
+    caller leaves it: a graph that reads such copies would read freed memory, and miss every weight update.
+    And they hold the nodes that add up the weights' gradients on the stream of an earlier forward."""
     was_enabled = torch.is_autocast_cache_enabled()
     if autocast_now(device) is not None:
+        torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
     try:
         yield
