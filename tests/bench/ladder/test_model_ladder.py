@@ -58,6 +58,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory):
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fuseline.bench.ladder.measure.REPEATS", 0)
+        patch.setattr("fuseline.bench.ladder.machine.cpu_bf16", lambda: "AMX")  # whatever this machine has
         patch.setattr("fuseline.bench.ladder.model_work.accelerate", partial(accelerate, time_sites=False))
         folder = tmp_path_factory.mktemp("proofs")
         patch.setattr(kept_proofs, "folder", lambda: folder)
