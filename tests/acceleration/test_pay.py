@@ -193,7 +193,11 @@ def test_what_cannot_be_recorded_now_is_timed_as_it_is(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(pay, "_captured", held)
     calls: list[pay.Call] = [lambda: 1, lambda: 2]
-    assert pay._both_captured(calls, torch.device("cpu")) == calls
+    clock = Clock(recorded=True)
+    assert clock._both_captured(calls, torch.device("cpu")) == calls
+    ((reason, count),) = clock.unrecorded.items()
+    assert "still held" in reason
+    assert count == 1
 
 
 @pytest.mark.gpu
@@ -206,7 +210,9 @@ def test_under_autocast_calls_are_timed_as_graphs() -> None:
 
     with torch.autocast("cuda", torch.bfloat16):
         layer(x)  # leaves weights in 16 bits behind, with their nodes
-        recorded = pay._both_captured([call, call], device)
+        clock = Clock(recorded=True)
+        recorded = clock._both_captured([call, call], device)
+    assert not clock.unrecorded
     assert all(one is not call for one in recorded)
     for one in recorded:
         one()

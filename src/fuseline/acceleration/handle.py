@@ -45,6 +45,9 @@ class Runs:
     declined: dict[str, int]
 
 
+TIMED_EAGERLY = "For a recorded step {1} comparisons were timed eagerly: they could not be recorded ({0})."
+
+
 @dataclass(frozen=True)
 class Report:
     """`sites` has the sites in the model's order; `eager` says how many training steps and compiled calls ran
@@ -303,8 +306,10 @@ class Acceleration:
             return
         with STUDYING, uncompiled(), self.paused():
             wanted = replace(self.wanted, train=True, loss=loss)
-            found = study(self.model, batch, wanted, Clock(recorded=recorded))
+            clock = Clock(recorded=recorded)
+            found = study(self.model, batch, wanted, clock)
         self.apply(found)
+        self.notes = (*self.notes, *(TIMED_EAGERLY.format(*both) for both in clock.unrecorded.items()))
         kept = {(site.path, site.kind) for site in self.kept}
         fresh = {(site.path, site.kind): site for site in found.sites if site.status == KEPT}
         heads = [site for site in found.sites if site.kind == HEAD]

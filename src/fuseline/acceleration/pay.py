@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -11,6 +12,7 @@ import torch
 
 from fuseline.acceleration.recordable import HeldGraphError, without_cached_weights
 from fuseline.acceleration.recording import capturing, recording_stream
+from fuseline.errors import first_line
 from fuseline.timing import Ratio, paired_ratio, ran_out_of_memory, synchronize
 
 PAIRS = 12
@@ -39,17 +41,19 @@ class Clock:
     """Times two calls against each other.
 
     With `recorded` both run inside CUDA graphs, where the host's time does not count. Otherwise both run
-    eagerly, where the slower of host and device decides.
+    eagerly, where the slower of host and device decides. `unrecorded` counts comparisons that could not run
+    inside CUDA graphs, by reason.
     """
 
     def __init__(self, *, recorded: bool = False, pairs: int = PAIRS) -> None:
         self.recorded, self.pairs = recorded, pairs
+        self.unrecorded: Counter[str] = Counter()
 
     def compare(self, original: Call, swapped: Call, device: torch.device) -> Verdict:
         """Both in turn, A B B A, so that clocks and temperature drift on both alike."""
         calls = [original, swapped]
         if self.recorded and device.type == "cuda":
-            calls = _both_captured(calls, device)
+            calls = self._both_captured(calls, device)
         repeats = [_repeats(call, device) for call in calls]
         times: tuple[list[float], list[float]] = ([], [])
         for number in range(self.pairs):
@@ -57,6 +61,17 @@ class Clock:
                 times[which].append(_stretch(calls[which], device, repeats[which]))
         ratio = paired_ratio(*times)
         return Verdict(1e6 * median(times[0]), 1e6 * median(times[1]), ratio)
+
+    def _both_captured(self, calls: list[Call], device: torch.device) -> list[Call]:
+        """Both as graphs; both as they are where one of them waits for the device or cannot be recorded."""
+        try:
+            with without_cached_weights(device):
+                return [_captured(call, device) for call in calls]
+        except (HeldGraphError, RuntimeError) as error:
+            if ran_out_of_memory(error):
+                raise
+            self.unrecorded[first_line(error)] += 1
+            return calls
 
 
 def _stretch(call: Call, device: torch.device, repeats: int) -> float:
@@ -71,19 +86,6 @@ def _stretch(call: Call, device: torch.device, repeats: int) -> float:
 def _repeats(call: Call, device: torch.device) -> int:
     _stretch(call, device, 2)
     return max(1, min(LARGEST_CALLS, int(SHORTEST / max(_stretch(call, device, 2), 1e-7))))
-
-
-def _both_captured(calls: list[Call], device: torch.device) -> list[Call]:
-    """Both as graphs; both as they are where one of them waits for the device and cannot be recorded."""
-    try:
-        with without_cached_weights(device):
-            return [_captured(call, device) for call in calls]
-    except HeldGraphError:
-        return calls
-    except RuntimeError as error:
-        if ran_out_of_memory(error):
-            raise
-        return calls
 
 
 def _captured(call: Call, device: torch.device) -> Call:
