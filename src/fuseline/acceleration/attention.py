@@ -122,7 +122,7 @@ class AttentionCall:
             self.query.dtype,
             self.query.shape[1],
             self.key.shape[1],
-            self.query.shape[3],
+            self.query.shape[-1],
             None if self.mask is None else (self.mask.dtype, self.mask.dim()),
             None if bias is None else bias.dtype,
             self.scaling,
