@@ -245,7 +245,9 @@ def test_records_that_say_less_are_still_drawn(tmp_path, ladder_records, missing
     assert "34.9" in Page(report.build(bare, tmp_path).read_text()).words
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, None, 1e-300, 1e300])
+@pytest.mark.parametrize(
+    "value", [*(pytest.param(v, marks=pytest.mark.full) for v in (0.0, -1.0, 1e-300)), None, 1e300]
+)
 def test_odd_values_do_not_break_it(tmp_path, all_records, value):
     few = [r for r in all_records if r.suite != "ops" or r.case.get("dtype") in (None, "bf16")]
     odd = [replace(r, value=value, low=None, high=None) for r in few]

@@ -28,7 +28,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("moment", "number"), [("learning merges", signal.SIGINT), ("encoding", signal.SIGTERM)]
+    ("moment", "number"),
+    [
+        ("learning merges", signal.SIGINT),
+        pytest.param("encoding", signal.SIGTERM, marks=pytest.mark.full),
+    ],
 )
 def test_while_the_text_is_tokenized(moment: str, number: int, text: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fuseline", "train", "gpt", "--data", str(text), "--vocab-size", "2000"]

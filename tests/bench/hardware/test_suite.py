@@ -47,6 +47,7 @@ def test_products_are_measured_by_dtype_and_what_torch_cannot_is_named(
     assert figures[2].case["reason"] == "failed with RuntimeError: no such product"
 
 
+@pytest.mark.full
 def test_every_op_has_its_place_under_the_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "CPU_ELEMENTS", 2**13)
     monkeypatch.setattr(native, "ready", lambda device_type: False)
