@@ -195,6 +195,7 @@ def test_what_cannot_be_recorded_now_is_timed_as_it_is(monkeypatch: pytest.Monke
     calls: list[pay.Call] = [lambda: 1, lambda: 2]
     clock = Clock(recorded=True)
     assert clock._both_captured(calls, torch.device("cpu")) == calls
+    assert clock.held
     ((reason, count),) = clock.unrecorded.items()
     assert "still held" in reason
     assert count == 1

@@ -20,6 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from fuseline import ops
+from fuseline.ops.autocast import autocast_on
 
 NAME = "fuseline"
 REPLACED = "sdpa"
@@ -114,7 +115,7 @@ class AttentionCall:
     def key_of_proof(self) -> tuple[Any, ...]:
         """What a proof is for."""
         device = self.query.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_on(device)
         bias = self.others.get("position_bias")
         return (
             device,

@@ -119,7 +119,7 @@ def judge_call(call: AttentionCall, clock: Clock, known: dict[Any, KeptRecipe], 
     numbers = kept.recipes[0] if kept is not None and kept.recipes else _prove(call)
     if wanted.time_sites and not numbers.refused and numbers.pays is None:
         _time(call, clock, numbers, train=wanted.train)
-    if wanted.keep_proofs:
+    if wanted.keep_proofs and not clock.held:
         keep(key, KeptProof([numbers]))
     if not wanted.time_sites:
         numbers = replace(numbers, time_us=None, original_time_us=None, pays=None)

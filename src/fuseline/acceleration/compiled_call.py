@@ -23,9 +23,10 @@ from fuseline.acceleration.masks import MasksLeftOut, hides_nothing
 from fuseline.acceleration.outputs_cut import Cut, UnlikeOutputsError, cut, cut_of
 from fuseline.acceleration.padding import Batch, kind_of, length_of
 from fuseline.acceleration.padding_proof import NothingProvedError
-from fuseline.acceleration.recordable import NotRecordableError, autocast_now, why_not_plain
+from fuseline.acceleration.recordable import NotRecordableError, why_not_plain
 from fuseline.acceleration.recording import NOT_RECORDED, CallGraph, Take
 from fuseline.errors import first_line
+from fuseline.ops.autocast import autocast_on
 from fuseline.timing import ran_out_of_memory
 
 MOST_GRAPHS = 8
@@ -184,7 +185,7 @@ class CompiledCall(InForms):
     def _computed_in(self, outputs: Sequence[torch.Tensor]) -> torch.dtype:
         """What rounds as the products of a call do."""
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        cast = autocast_now(self.device)
+        cast = autocast_on(self.device.type)
         if cast is None and self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
             cast = torch.float16  # TF32 has as many bits
         floating = (t.dtype for t in outputs if t.is_floating_point())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from fuseline.ops import linear_cross_entropy
+from fuseline.ops.autocast import autocast_dtype
 
 IGNORED = -100
 
@@ -87,10 +88,9 @@ class HeadLoss:
     def by_fuseline(self) -> torch.Tensor:
         """In chunks of rows. The loss has the dtype that torch's has."""
         hidden, weight, bias = self.head.hidden, self.head.weight, self.head.bias
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
-        if autocast:
-            hidden = hidden.to(torch.get_autocast_dtype(device))
+        autocast = autocast_dtype(hidden)
+        if autocast is not None:
+            hidden = hidden.to(autocast)
         if weight.dtype not in (hidden.dtype, torch.float32):
             weight = weight.to(hidden.dtype)
         if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
@@ -161,7 +161,7 @@ class _Waiting(torch.autograd.Function):
         layout: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.head, ctx.autocast = head, _autocast(hidden)
+        ctx.head, ctx.autocast = head, autocast_dtype(hidden)
         return torch.empty((), dtype=layout.dtype, device=hidden.device).expand(layout.shape)
 
     @staticmethod
@@ -346,15 +346,7 @@ def _computed(leaf: Any) -> Any:
 
 
 def _product_dtype(head: Head) -> torch.dtype:
-    return _autocast(head.hidden) or head.hidden.dtype
-
-
-def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives a product of `hidden`; None without autocast."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
-        return torch.get_autocast_dtype(device)
-    return None
+    return autocast_dtype(head.hidden) or head.hidden.dtype
 
 
 def _getter(name: str) -> Any:

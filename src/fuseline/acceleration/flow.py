@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.waiting import ASKS
+from fuseline.ops.autocast import autocast_on
 
 ADDS = frozenset({torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__})
 ADDS_IN_PLACE = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
@@ -321,8 +322,7 @@ def _is_cast(tensor: Any) -> bool:
     """Whether autocast gives a product 16 bits of a float32 tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.float32:
         return False
-    device = tensor.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in NARROW
+    return autocast_on(tensor.device.type) in NARROW
 
 
 def _are_tensors(args: tuple[Any, ...]) -> bool:

@@ -30,6 +30,7 @@ from fuseline.acceleration.swap import why_not_passed
 from fuseline.acceleration.wanted import Loss, Wanted
 from fuseline.acceleration.wide import widened
 from fuseline.errors import first_line
+from fuseline.ops.autocast import autocast_on
 from fuseline.timing import ran_out_of_memory
 
 KIND, OP = "head_loss", "linear_cross_entropy"
@@ -144,7 +145,7 @@ def _judged(loss: HeadLoss, wanted: Wanted, clock: Clock) -> KeptRecipe:
         [None if t is None else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in given],
         loss.head.steps,
         (loss.ignore_index, loss.reduction, loss.label_smoothing),
-        torch.get_autocast_dtype(device) if _autocast(loss.head.hidden) else None,
+        autocast_on(device),
         torch.get_float32_matmul_precision(),
         clock.recorded,
         torch.get_num_threads(),
@@ -156,7 +157,7 @@ def _judged(loss: HeadLoss, wanted: Wanted, clock: Clock) -> KeptRecipe:
         if verdict is not None:
             numbers.time_us, numbers.original_time_us = verdict.swapped_us, verdict.original_us
             numbers.pays = verdict.pays
-    if wanted.keep_proofs:
+    if wanted.keep_proofs and not clock.held:
         keep(key, KeptProof([numbers]))
     return (
         numbers
@@ -209,7 +210,7 @@ def _prove(loss: HeadLoss) -> KeptRecipe:
         return ours, original, exact
 
     try:
-        dtype = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        dtype = autocast_on(hidden.device.type) or hidden.dtype
         return KeptRecipe(*rule.compare_draws(draw, dtype))
     except (rule.UnprovenError, ValueError, TypeError, RuntimeError) as error:
         return KeptRecipe(refused=first_line(error))
@@ -227,7 +228,3 @@ def run_wide_loss(tensors: list[torch.Tensor], loss: HeadLoss) -> rule.Results:
 def _head_of(tensors: list[torch.Tensor], steps: tuple[tuple[str, float], ...]) -> Head:
     hidden, weight, *bias = tensors
     return Head(hidden, weight, bias[0] if bias else None, steps)
-
-
-def _autocast(tensor: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(tensor.device.type)

@@ -20,6 +20,7 @@ from fuseline.acceleration.site import FOUND, KEPT, NOT_CERTAIN, NOT_FASTER, REF
 from fuseline.acceleration.swap import Key, Plan, Swapped, call_key, form_of
 from fuseline.acceleration.trace import UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
+from fuseline.ops.autocast import autocast_on
 
 NO_FORM = "no form of it holds on all calls"
 
@@ -67,7 +68,7 @@ def judge(candidate: Candidate, match: Match, wanted: Wanted, clock: Clock) -> O
                 wanted,
                 clock,
             )
-        if wanted.keep_proofs:
+        if wanted.keep_proofs and not clock.held:
             keep(key, times)
     timed = {
         number: times.recipes[number] for number in standing if times.recipes[number].time_us is not None
@@ -185,7 +186,7 @@ def _worst(numbers: Sequence[KeptRecipe]) -> KeptRecipe:
 
 def _environment(sample: Sample) -> tuple[Any, ...]:
     device = sample.tensors()[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_on(device)
     return device, autocast, torch.get_float32_matmul_precision()
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fuseline.acceleration.flow import PRODUCTS, casts_to_16_bits, moves
 from fuseline.acceleration.waiting import Waiting, is_as_made, node_of
+from fuseline.ops.autocast import autocast_on
 
 WRITTEN = (
     "The residual sum that a norm was given, or the norm's weights, were written to before the norm's result "
@@ -75,8 +76,7 @@ class NarrowNorm(Waiting):
         """What autocast casts it to for a product now; None where that is another dtype, or where somebody
         may have changed the numbers or their gradient."""
         narrow = self._narrow
-        device = narrow.device.type
-        if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) is not narrow.dtype:
+        if autocast_on(narrow.device.type) is not narrow.dtype:
             return None
         if not self._untouched():
             return None

@@ -18,6 +18,7 @@ from fuseline.acceleration.rebound import StandIn
 from fuseline.acceleration.shared_input import linear
 from fuseline.acceleration.swap import NOT_PROVED, Key, why_not_tensors
 from fuseline.ops import attention_packed
+from fuseline.ops.autocast import autocast_on
 
 torch_layer = F.multi_head_attention_forward
 SIGNATURE = inspect.signature(torch_layer)
@@ -88,7 +89,7 @@ class LayerCall:
     def key(self, *, lengths: bool) -> Key:
         """What a proof is for; with its `lengths` where it is tied to them."""
         device = self.x.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_on(device)
         shapes = tuple(None if t is None else (t.dtype, t.device.type, tuple(t.shape)) for t in self.weights)
         drops = self.dropout > 0
         return device, autocast, self.x.dtype, shapes, self.form, drops, self.x.shape if lengths else None

@@ -10,8 +10,8 @@ from statistics import median
 
 import torch
 
+from fuseline.acceleration.capturing import capturing, recording_stream
 from fuseline.acceleration.recordable import HeldGraphError, without_cached_weights
-from fuseline.acceleration.recording import capturing, recording_stream
 from fuseline.errors import first_line
 from fuseline.timing import Ratio, paired_ratio, ran_out_of_memory, synchronize
 
@@ -42,12 +42,14 @@ class Clock:
 
     With `recorded` both run inside CUDA graphs, where the host's time does not count. Otherwise both run
     eagerly, where the slower of host and device decides. `unrecorded` counts comparisons that could not run
-    inside CUDA graphs, by reason.
+    inside CUDA graphs, by reason. `held`: one of them could not because the caller held an output; its times
+    are not to be kept.
     """
 
     def __init__(self, *, recorded: bool = False, pairs: int = PAIRS) -> None:
         self.recorded, self.pairs = recorded, pairs
         self.unrecorded: Counter[str] = Counter()
+        self.held = False
 
     def compare(self, original: Call, swapped: Call, device: torch.device) -> Verdict:
         """Both in turn, A B B A, so that clocks and temperature drift on both alike."""
@@ -70,6 +72,7 @@ class Clock:
         except (HeldGraphError, RuntimeError) as error:
             if ran_out_of_memory(error):
                 raise
+            self.held |= isinstance(error, HeldGraphError)
             self.unrecorded[first_line(error)] += 1
             return calls
 

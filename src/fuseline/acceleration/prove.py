@@ -25,6 +25,7 @@ from fuseline.acceleration.recipe import Recipe, each_computed
 from fuseline.acceleration.trace import Returned, Trace, UntraceableError, trace
 from fuseline.acceleration.wide import fix_default_eps, run_wide, widened
 from fuseline.errors import first_line
+from fuseline.ops.autocast import autocast_on
 from fuseline.timing import ran_out_of_memory
 
 SEED = 1234
@@ -295,9 +296,8 @@ class _Bench:
     def _narrowest(self) -> torch.dtype:
         tensors = [*self.sample.tensors(), *self.original.outputs, *self.parameters.values()]
         dtypes = {t.dtype for t in tensors if t.is_floating_point()}
-        device = tensors[0].device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtypes.add(torch.get_autocast_dtype(device))
+        if (autocast := autocast_on(tensors[0].device.type)) is not None:
+            dtypes.add(autocast)
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fuseline.errors import InputError
+from fuseline.ops.autocast import autocast_on
 
 LEAVES = frozenset({torch.Tensor, int, float, complex, str, bool, type(None)})
 
@@ -30,18 +31,13 @@ class HeldGraphError(NotRecordableError):
         )
 
 
-def autocast_now(device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast that is on for the device; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 @contextlib.contextmanager
 def without_cached_weights(device: torch.device) -> Iterator[None]:
     """An autocast that the caller has on casts weights anew inside. It keeps 16-bit copies of them until the
     caller leaves it: a graph that reads such copies would read freed memory, and miss every weight update.
     And they hold the nodes that add up the weights' gradients on the stream of an earlier forward."""
     was_enabled = torch.is_autocast_cache_enabled()
-    if autocast_now(device) is not None:
+    if autocast_on(device.type) is not None:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(False)
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,18 +19,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fuseline.acceleration.capturing import capturing_whole, recording_stream
 from fuseline.acceleration.graph_memory import GraphMemory, PeakMemory
 from fuseline.acceleration.recordable import (
-    HeldGraphError,
     HostRandom,
     NotRecordableError,
-    autocast_now,
     flattened,
     why_not_plain,
     without_cached_weights,
 )
 from fuseline.acceleration.standing import Standing
 from fuseline.ops import products
+from fuseline.ops.autocast import autocast_on
 from fuseline.timing import time_steps
 
 Result = TypeVar("Result")
@@ -49,7 +48,7 @@ class RecordedStep:
     graph: torch.cuda.CUDAGraph
     targets: list[Any]
     loss: torch.Tensor
-    gradients: list[torch.Tensor | None]
+    gradients: list[tuple[nn.Parameter, torch.Tensor | None]]
 
 
 class StepGraph:
@@ -69,7 +68,6 @@ class StepGraph:
         self._device = next(module.parameters()).device
         self._module_standing = Standing(module)
         self._recorded: dict[Hashable, RecordedStep] = {}
-        self._last: RecordedStep | None = None  # whose gradients the parameters have
         self._memory = GraphMemory(self._device)  # another one once all graphs are dropped
         self._places: Hashable = None  # of all tensors that the graphs hold and share
 
@@ -85,16 +83,17 @@ class StepGraph:
                 self._memory = GraphMemory(self._device)
             with without_cached_weights(self._device):
                 graph, static, loss = self._record(micro_batches, self._memory)
-            gradients = [parameter.grad for parameter in self._module.parameters()]
-            self._recorded[key] = self._last = RecordedStep(graph, flattened(static)[0], loss, gradients)
+            gradients = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+            self._recorded[key] = RecordedStep(graph, flattened(static)[0], loss, gradients)
             self._places, _ = self._standing()  # an optimizer's state may have come into being
         recorded = self._recorded[key]
-        if recorded is not self._last:
-            for parameter, gradient in zip(self._module.parameters(), recorded.gradients, strict=True):
-                parameter.grad = gradient
-            self._last = recorded
         fill(recorded.targets, leaves)
         recorded.graph.replay()
+        for (
+            parameter,
+            gradient,
+        ) in recorded.gradients:  # another recording, an eager step or the user had others
+            parameter.grad = gradient
         # The next replay overwrites the graph's own loss; a caller may still hold this one by then.
         return recorded.loss.clone()
 
@@ -127,13 +126,12 @@ class StepGraph:
     ) -> tuple[Hashable, list[Any]]:
         """What a recording of these batches depends on, and their leaves."""
         leaves, structure = flattened(micro_batches)
-        return (structure, signature(leaves), also, autocast_now(self._device), modes), leaves
+        return (structure, signature(leaves), also, autocast_on(self._device.type), modes), leaves
 
     def _drop_unless(self, places: Hashable) -> None:
         """Drop the graphs if a tensor they read or write is no longer the module's or the optimizer's."""
         if self._recorded and places != self._places:
             self._recorded.clear()
-            self._last = None
 
     def _standing(self) -> tuple[Hashable, Hashable]:
         """Where all tensors lie that a graph reads and writes, and the module's modes."""
@@ -150,7 +148,6 @@ class StepGraph:
     def close(self) -> None:
         """Let go of the graphs and the memory they hold."""
         self._recorded.clear()
-        self._last = None
         self._optimizer.zero_grad(set_to_none=True)
 
     def _record(
@@ -160,8 +157,7 @@ class StepGraph:
         needed = self._warm_up(static)
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), _own_workspaces(), capturing(graph, self._device, memory):
-            memory.reserve(needed)
+        with capturing_whole(graph, self._device, memory, needed):
             loss = self._run(static)
         return graph, static, loss
 
@@ -261,7 +257,7 @@ class CallGraph:
         if self._recorded and places != self._places:
             self._recorded.clear()
         leaves, structure = flattened(call)
-        return (structure, signature(leaves), also, autocast_now(self._device), modes), leaves
+        return (structure, signature(leaves), also, autocast_on(self._device.type), modes), leaves
 
     def _record(self, call: Any, memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Any, Any]:
         static = copied(call, self._device)
@@ -273,8 +269,7 @@ class CallGraph:
         ):
             run_repeatedly(run)
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), _own_workspaces(), capturing(graph, self._device, memory), torch.no_grad():
-            memory.reserve(run.bytes)
+        with capturing_whole(graph, self._device, memory, run.bytes), torch.no_grad():
             outputs = self._run(static)
         return graph, static, outputs
 
@@ -372,75 +367,3 @@ def fill(targets: Iterable[Any], leaves: Iterable[Any]) -> None:
     for target, source in zip(targets, leaves, strict=True):
         if isinstance(target, torch.Tensor):
             target.copy_(source, non_blocking=True)
-
-
-@functools.cache
-def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream to warm up and to record on, one a device."""
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """cuBLAS takes its workspaces while recording, from the graph's own memory. Those it had before belong to
-    the process, and torch.compile frees them whenever it records graphs of its own: a replay would then write
-    to memory that is gone."""
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextlib.contextmanager
-def capturing(
-    graph: torch.cuda.CUDAGraph, device: torch.device, memory: GraphMemory | None = None
-) -> Iterator[None]:
-    """What runs within becomes the graph's, with its tensors in `memory`, or in memory of its own.
-
-    A recording that breaks leaves the allocator and the device's generator waiting for its end: whoever draws
-    next would fail. Both are freed from it then, the generator at the place where it was.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    generator, place = torch.cuda.default_generators[index], torch.cuda.get_rng_state(device)
-    pool = (memory or GraphMemory(device)).pool
-    # thread_local: a thread that prefetches batches may allocate and query events meanwhile.
-    recording = torch.cuda.graph(
-        graph, pool=pool, stream=recording_stream(device), capture_error_mode="thread_local"
-    )
-    try:
-        with recording:
-            yield
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # it has ended already
-            torch._C._cuda_endAllocateToPool(index, pool)
-        fresh = torch.Generator(device)
-        fresh.set_state(place)
-        generator.graphsafe_set_state(fresh.graphsafe_get_state())
-        if _waits_for_another_stream(error):
-            raise HeldGraphError from error
-        raise
-
-
-def _waits_for_another_stream(error: BaseException | None) -> bool:
-    """Whether a recording broke where gradients are added up on the stream of an earlier forward: a graph of
-    autograd that is still held keeps the node that adds them up, and the node keeps its stream."""
-    while error is not None:
-        if "legacy stream depend on a capturing" in str(error):
-            return True
-        error = error.__context__
-    return False
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's garbage is collected before, not during: a graph that was left lying about frees its memory
-    when it goes, which would break the recording."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -20,6 +20,7 @@ from fuseline.acceleration.layer import Layer
 from fuseline.acceleration.rebound import StandIn
 from fuseline.acceleration.swap import NOT_PROVED, Inside, Key, tensors_and_form, why_not_tensors
 from fuseline.ops import rope
+from fuseline.ops.autocast import autocast_on
 from fuseline.ops.rope import rope_pair
 
 NOTE = "_fuseline_tables"
@@ -166,7 +167,7 @@ def turn_key(recipe: TurnRecipe, tensors: Sequence[torch.Tensor]) -> Key:
     """What a proof is for, besides the recipe; tables that want a gradient, and lengths that do not fit each
     other, have a key of their own."""
     device = tensors[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_on(device)
     cos, sin = tensors[recipe.cos], tensors[recipe.sin]
     fits = cos.shape == sin.shape and not (cos.requires_grad or sin.requires_grad)
     tokens = cos.shape[-2] if cos.dim() > 1 else 0

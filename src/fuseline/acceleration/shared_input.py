@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from fuseline.acceleration.bias_sums import left
 from fuseline.ops import linear as linear_op
+from fuseline.ops.autocast import autocast_dtype
 from fuseline.ops.dropout_add_norm import is_native
 from fuseline.ops.linear import float_or
 
@@ -186,7 +187,4 @@ def _savers() -> tuple[Any, Any] | None:
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+    return autocast_dtype(x) or x.dtype

@@ -42,6 +42,7 @@ from fuseline.acceleration.swap import (
     why_not_tensors,
 )
 from fuseline.acceleration.waiting import may_wait, plain
+from fuseline.ops.autocast import autocast_on
 from fuseline.ops.dropout_add_norm import is_native
 
 NO_NOTE = "what it reads is not the sum that was proved"
@@ -66,7 +67,7 @@ class Note:
         savers = _savers()
         return (
             read._version == self.version
-            and self.autocast == _autocast(read)
+            and self.autocast == autocast_on(read.device.type)
             # What a checkpoint runs again has to be there again.
             and (savers is None or savers == self.savers)
             and (read is total or _is_view(read, total))
@@ -205,7 +206,7 @@ class SumNorm(Layer):
         total, ahead = self.recipe.sum_ahead(module, taken(x), taken(residual), mask)
         found = [(path, tensor_at(module, path)) for path in self.recipe.weights]
         weights = tuple((path, weight, weight._version) for path, weight in found)
-        note = Note(self, ahead, total._version, _autocast(total), _savers(), weights)
+        note = Note(self, ahead, total._version, autocast_on(total.device.type), _savers(), weights)
         NOTES[total] = note
         return total
 
@@ -273,11 +274,6 @@ def _is_view(read: torch.Tensor, total: torch.Tensor) -> bool:
     if node is None:
         return total.grad_fn is None
     return node.name() in VIEWS and node.next_functions[0][0] is total.grad_fn
-
-
-def _autocast(tensor: torch.Tensor) -> torch.dtype | None:
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def sum_norm_of(norm: nn.Module) -> SumNorm | None:

@@ -20,6 +20,7 @@ from fuseline.acceleration.recipe import MOVED, Recipe, each_computed, tensor_at
 from fuseline.acceleration.trace import Returned
 from fuseline.acceleration.waiting import plain, waits
 from fuseline.nn.fp8_linear import Fp8Linear
+from fuseline.ops.autocast import autocast_on
 
 Key = tuple[Any, ...]
 NOT_PROVED = "it was not proved for these dtypes, dimensions, devices or this mode"
@@ -217,7 +218,7 @@ def call_key(
 ) -> Key:
     """What a proof is for: dtypes, dimensions, device, mode and autocast; shapes where it is tied to them."""
     device = tensors[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_on(device)
     parts: list[Any] = [device, autocast, module.training, lengths]
     for tensor in tensors:
         rank, dtype = tensor.dim(), tensor.dtype

@@ -24,6 +24,7 @@ from fuseline.acceleration.trace import Trace, UntraceableError, trace
 from fuseline.acceleration.wanted import Wanted
 from fuseline.acceleration.wide import run_wide
 from fuseline.errors import first_line
+from fuseline.ops.autocast import autocast_on
 from fuseline.ops.rope import reference
 
 FEW = 6
@@ -100,7 +101,7 @@ def _judge_one(function: Function, call: Sample, wanted: Wanted, clock: Clock) -
     recipe = replace(recipe, widen=wide)
     signature = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
     device = tensors[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_on(device)
     key = proof_key(
         "rotary",
         small.text(),
@@ -115,7 +116,7 @@ def _judge_one(function: Function, call: Sample, wanted: Wanted, clock: Clock) -
     numbers = kept.recipes[0] if kept is not None and kept.recipes else _prove(module, call, recipe)
     if wanted.time_sites and not numbers.refused and numbers.pays is None:
         _time(module, call, recipe, numbers, wanted, clock)
-    if wanted.keep_proofs:
+    if wanted.keep_proofs and not clock.held:
         keep(key, KeptProof([numbers]))
     if not wanted.time_sites:
         numbers = replace(numbers, time_us=None, original_time_us=None, pays=None)

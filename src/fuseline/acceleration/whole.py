@@ -17,6 +17,7 @@ from fuseline.acceleration.kept_proofs import keep_json, load_json, proof_key
 from fuseline.acceleration.observe import call_model, left_as_found
 from fuseline.acceleration.pay import Clock, Verdict
 from fuseline.acceleration.site import NOT_FASTER, Site
+from fuseline.ops.autocast import autocast_on
 from fuseline.timing import Ratio
 
 SLOWEST = 0.99
@@ -93,7 +94,7 @@ def _key(handle: Acceleration, batch: Any, clock: Clock, *, train: bool) -> str:
         structure,
         [_shape(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves],
         [(site.path, site.kind, site.op) for site in handle.kept],
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        autocast_on(device),
         torch.get_float32_matmul_precision(),
         train,
         clock.recorded,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fuseline.ops.autocast import autocast_on
 from fuseline.ops.fp8_mlp import fp8_mlp
 from fuseline.ops.fp8_rows import E4M3, quantize_rows
 from fuseline.ops.fp8_training import Fp8Weight, fp8_training_linear, fp8_weight
@@ -92,8 +93,7 @@ def fp8_feed_forward(
 
 
 def _computed_in(x: torch.Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return autocast_on(x.device.type) or x.dtype
 
 
 def put_on(layer: nn.Linear, step: Fp8Step, gradient: torch.dtype = E4M3) -> Fp8Linear:
