@@ -17,9 +17,9 @@ with one of 0.94 to 0.98 of it; DINOv2-S holds 2.97, 2.74, and 2.70 to 2.71."""
 class GraphMemory:
     """Where the graphs of one step or call keep their tensors.
 
-    A recording takes what those before it have freed, so that graphs of several shapes hold as much as the
-    largest of them, and what each hands out. The first takes nearly all that it needs in one piece: tensors
-    of many sizes leave gaps in pieces of their own.
+    A recording takes what those before it have freed, and further memory only for what does not fit there.
+    The first takes nearly all that it needs in one piece: tensors of many sizes leave gaps in pieces of
+    their own.
     """
 
     def __init__(self, device: torch.device) -> None:
