@@ -7,7 +7,7 @@
 #   make fuzz                      random cases of bad will: 100,000 of ops, 5,000 of attention, 1,000 damaged files,
 #                                  200 kills (tests/fuzz/run.py), then every write on a full disk
 #   make fuzz ARGS="ops --cases 100000 --device cuda --jobs 16"   as many as you like, in 16 processes
-#   make test-slow                 the compilers at work: every kernel for Hopper, inductor
+#   make test-slow                 the compilers at work: a third of the kernels for Hopper, inductor
 #   make test-gpu                  what needs a CUDA device; build/tests-on-gpu.jsonl says what became of each test
 #   make test-full                 all of these, every architecture, every model of the suites, a longer fuzz
 #   make docs                      the documentation as a site in build/site; warnings are errors
